@@ -1,0 +1,80 @@
+"""Small questions that fusions ask of a graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+
+@dataclass
+class Outcome:
+    """How often a fusion fired, and why it did not where its first node was found."""
+
+    fired: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The ``op_type`` node that makes ``value``, if that is what makes it."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == op_type else None
+
+
+def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
+    """The one ``op_type`` node that reads ``value``, if nothing else does and it is no graph output."""
+    users = [node for node, _ in value.uses()]
+    if len(users) == 1 and users[0].op_type == op_type and not value.is_graph_output():
+        return users[0]
+    return None
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The number(s) ``value`` always has; None for weights that lie outside the file and for computed values."""
+    if value is None or value.is_graph_input():
+        return None
+    tensor = value.const_value
+    node = value.producer()
+    if tensor is None and node is not None and node.op_type == "Constant":
+        (attribute,) = node.attributes.values()
+        if attribute.name != "value":
+            return np.asarray(attribute.value)
+        tensor = attribute.value
+    if tensor is None or isinstance(tensor, ir.ExternalTensor):
+        return None
+    return tensor.numpy()
+
+
+def is_scalar(value: ir.Value | None, number: float) -> bool:
+    """Whether ``value`` is a constant with one element equal to ``number``."""
+    array = constant(value)
+    return array is not None and array.size == 1 and float(array.reshape(())) == number
+
+
+def dims(value: ir.Value | None) -> list[int | None] | None:
+    """The shape of ``value`` with None for what is only known at run time; None when the rank is unknown."""
+    if value is None or value.shape is None:
+        return None
+    return [d if isinstance(d, int) else None for d in value.shape]
+
+
+def replace(old: Sequence[ir.Node], output: ir.Value, new: Sequence[ir.Node]) -> None:
+    """Puts ``new`` in place of ``old``: the last of ``new`` makes what ``output`` was.
+
+    The new nodes are named after the first old one, so that a profile of the fused graph still reads as the model.
+    """
+    graph = old[-1].graph
+    for index, step in enumerate(new):
+        step.name = f"{old[0].name}/{index}.{step.op_type}"
+    (result,) = new[-1].outputs
+    result.shape, result.type, result.name = output.shape, output.type, output.name
+    if isinstance(graph, ir.Graph):
+        for index, value in enumerate(graph.outputs):
+            if value is output:
+                graph.outputs[index] = result
+    graph.insert_before(old[-1], list(new))
+    output.replace_all_uses_with(result)
+    graph.remove(list(old), safe=True)

@@ -1,0 +1,54 @@
+"""Every SDACCEL_* environment variable, in one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from sdaccel.errors import SettingError
+
+
+def _whole_number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    default: Any
+    parse: Callable[[str], Any]
+    allowed: str
+    meaning: str
+
+    def value(self) -> Any:
+        """The value in force: the environment's, else the default. Raises SettingError for one we cannot use."""
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise SettingError(f"{self.name}={text!r} is not {self.allowed}.") from None
+
+
+STORE = Setting(
+    "SDACCEL_STORE",
+    Path(platformdirs.user_data_dir("sdaccel", appauthor=False)) / "store",
+    Path,
+    "a folder",
+    "where engines, graphs and weights are kept",
+)
+MODEL = Setting("SDACCEL_MODEL", None, str, "a path", "the model used when a command names none")
+BACKEND = Setting("SDACCEL_BACKEND", "auto", str, "a backend's name", "the backend used when none is named")
+THREADS = Setting("SDACCEL_THREADS", 0, _whole_number, "a whole number", "CPU threads an engine uses; 0: one a core")
+DEBUG = Setting("SDACCEL_DEBUG", 0, _whole_number, "a whole number", "1 stages, 2 fusions and tactics, 3 launches")
+
+TABLE = (STORE, MODEL, BACKEND, THREADS, DEBUG)
