@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -43,7 +43,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _SIZES = {name: dtype.itemsize for dtype, name in _NAMES.items()}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -82,31 +82,74 @@ def publish_weights(
     key = weights_key(component.content_hash, precision)
 
     def fill(draft: Draft) -> dict[str, Any]:
-        places, header = _plan(component, precision)
-        total = sum(place.nbytes for place in places.values())
-        done = 0
-        with draft.create(FILE, len(header) + total) as file:
-            file.write(header)
-            for name, place in places.items():
-                for piece in _pieces(component.tensors[name].read()):
-                    converted = _convert(piece, _DTYPES[place.dtype], f"{component.name} {name}", precision)
-                    done += file.write(converted.reshape(-1).view(torch.uint8).numpy())
-                    if progress is not None:
-                        progress(done, total)
-        if done != total:
-            raise ModelError(f"{component.name}: its tensors have {done:,} bytes in {precision}, not {total:,}.")
-        return {"content": component.content_hash, "precision": precision, "tensors": len(places), "nbytes": total}
+        types = {name: _stored_dtype(ref.dtype, precision, name) for name, ref in component.tensors.items()}
+        total = _write(draft, component.name, types, component.tensors, precision, progress)
+        return {"content": component.content_hash, "precision": precision, "tensors": len(types), "nbytes": total}
 
     return store.publish("weights", key, fill, timeout=timeout, waiting=waiting)
 
 
-def _plan(component: Component, precision: str) -> tuple[dict[str, TensorPlace], bytes]:
+def publish_tensors(store: Store, key: str, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Entry:
+    """A weights entry of tensors that a backend laid out in its own way, as they are. ``about`` is its manifest."""
+
+    def fill(draft: Draft) -> dict[str, Any]:
+        refs = {name: _Whole(tensor) for name, tensor in tensors.items()}
+        total = _write(draft, "packed", {name: _NAMES[tensor.dtype] for name, tensor in tensors.items()}, refs)
+        return {**about, "tensors": len(tensors), "nbytes": total}
+
+    return store.publish("weights", key, fill)
+
+
+class _Readable(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Whole:
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+def _write(
+    draft: Draft,
+    owner: str,
+    types: Mapping[str, str],
+    tensors: Mapping[str, _Readable],
+    precision: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Streams ``tensors`` into the draft's weights file, each as its type in ``types``. Returns the bytes of data."""
+    places, header = _plan(types, tensors)
+    total = sum(place.nbytes for place in places.values())
+    done = 0
+    with draft.create(FILE, len(header) + total) as file:
+        file.write(header)
+        for name, place in places.items():
+            for piece in _pieces(tensors[name].read()):
+                converted = _convert(piece, DTYPES[place.dtype], f"{owner} {name}", precision)
+                done += file.write(converted.reshape(-1).view(torch.uint8).numpy())
+                if progress is not None:
+                    progress(done, total)
+    if done != total:
+        raise ModelError(f"{owner}: its tensors have {done:,} bytes, not {total:,}.")
+    return total
+
+
+def _plan(types: Mapping[str, str], tensors: Mapping[str, _Readable]) -> tuple[dict[str, TensorPlace], bytes]:
     """Each tensor's place in the order of the file, and the bytes before the first."""
-    types = {name: _stored_dtype(ref.dtype, precision, name) for name, ref in component.tensors.items()}
     relative: dict[str, TensorPlace] = {}
     begin = 0
     for name in sorted(types, key=lambda name: (-_SIZES[types[name]], name)):
-        shape = tuple(component.tensors[name].shape)
+        shape = tuple(tensors[name].shape)
         relative[name] = TensorPlace(begin, math.prod(shape) * _SIZES[types[name]], shape, types[name])
         begin += relative[name].nbytes
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -122,7 +165,7 @@ def _plan(component: Component, precision: str) -> tuple[dict[str, TensorPlace],
 def _stored_dtype(dtype: str, precision: str, name: str) -> str:
     if dtype not in _SIZES:
         raise ModelError(f"{name} has the type {dtype}, which cannot be stored: {', '.join(_SIZES)} can.")
-    return _NAMES[PRECISIONS[precision]] if _DTYPES[dtype].is_floating_point else dtype
+    return _NAMES[PRECISIONS[precision]] if DTYPES[dtype].is_floating_point else dtype
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

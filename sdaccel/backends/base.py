@@ -1,0 +1,120 @@
+"""Who executes a graph. A backend answers three calls: `Backend.build`, `Backend.load` and `LoadedEngine.run`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from sdaccel.engine.manifest import TensorSpec
+from sdaccel.engine.store import Entry, Store
+from sdaccel.errors import BackendError, SettingError
+from sdaccel.profile import OptimizationProfile
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """What a backend turns into the files of an engine."""
+
+    component: str
+    model: onnx.ModelProto
+    """Its weights are external, each at its place in ``weights``."""
+    architecture: str
+    weights: Entry
+    precision: str
+    profiles: tuple[OptimizationProfile, ...]
+    store: Store
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build leaves beside its files: further weights entries it made, and facts for people."""
+
+    weights: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class LoadedEngine(ABC):
+    """An engine ready to run. One call at a time."""
+
+    @abstractmethod
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Outputs by name (all, or those asked for) for inputs by name, as the manifest declares both.
+
+        Inputs are cast to the declared types; optional ones may be missing. Outputs never alias an earlier call's.
+        Raises BackendError.
+        """
+
+
+class Backend(ABC):
+    name: str
+    precisions: tuple[str, ...]
+    """Precisions it builds, the default first."""
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine, and what would change that; None if it can."""
+
+    @abstractmethod
+    def device(self) -> dict[str, str]:
+        """What about this device shapes an engine: part of the engine key."""
+
+    @abstractmethod
+    def device_type(self) -> str:
+        """torch's name for where inputs and outputs live: ``cpu`` or ``cuda``."""
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Versions that shape an engine: part of the engine key."""
+
+    @abstractmethod
+    def build(self, job: BuildJob, folder: Path) -> Built:
+        """Writes the engine's files into ``folder``. Raises BackendError, or Cancelled from ``job.progress``."""
+
+    @abstractmethod
+    def load(self, folder: Path, weights: Path, inputs: Sequence[TensorSpec]) -> LoadedEngine:
+        """The engine in ``folder``; ``weights`` is the store's folder of weights entries. Raises BackendError."""
+
+    def check_precision(self, precision: str | None) -> str:
+        chosen = precision or self.precisions[0]
+        if chosen not in self.precisions:
+            raise SettingError(
+                f"the backend {self.name} does not build {chosen}.", hint=f"It builds {', '.join(self.precisions)}."
+            )
+        return chosen
+
+
+def backends() -> dict[str, Callable[[], Backend]]:
+    """Every backend by name, the preferred first. Nothing of a backend is imported before it is asked for."""
+
+    def onnxruntime() -> Backend:
+        from sdaccel.backends.onnxruntime import OnnxRuntime
+
+        return OnnxRuntime()
+
+    return {"onnxruntime": onnxruntime}
+
+
+def pick_backend(name: str = "auto") -> Backend:
+    """The backend ``name``, or with ``auto`` the first that runs here. Raises SettingError or BackendError."""
+    known = backends()
+    if name != "auto" and name not in known:
+        raise SettingError(f"there is no backend {name!r}.", hint=f"Backends: auto, {', '.join(known)}.")
+    reasons = []
+    for candidate in known if name == "auto" else [name]:
+        backend = known[candidate]()
+        reason = backend.unavailable()
+        if reason is None:
+            return backend
+        reasons.append(f"{candidate}: {reason}")
+    raise BackendError(f"no backend runs here. {' '.join(reasons)}", hint="Run: sdaccel doctor")
