@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sdaccel.errors import ModelError, PickleRefused
+from sdaccel.errors import ModelError
+from sdaccel.models import ldm
 from sdaccel.models.family import EXPECTED, Family, detect_family, native_side, vae_factor, variant
-from sdaccel.models.tensors import FLOATS, NAMES, Component, HeaderEntry, TensorRef, read_header
+from sdaccel.models.files import read_json, read_tensors, refused, tensor_ref
+from sdaccel.models.single_file import PREDICTIONS, canonical_names, open_single_file, open_vae_file
+from sdaccel.models.tensors import FLOATS, Component, HeaderEntry, TensorRef, read_header
 
-__all__ = ["Checkpoint", "Component", "HeaderEntry", "TensorRef", "canonical_names", "open_checkpoint", "read_header"]
+__all__ = ["Checkpoint", "Component", "HeaderEntry", "TensorRef", "open_checkpoint", "read_header"]
 
 COMPONENTS = ("unet", "vae", "text_encoder", "text_encoder_2")
-PICKLES = (".ckpt", ".bin", ".pt", ".pth")
-MAX_JSON = 64 << 20
 
 Source = Any  # str | Path | a diffusers pipeline
 
@@ -60,61 +60,34 @@ class Checkpoint:
         return variant(self.components["unet"].config)
 
 
-def open_checkpoint(source: Source, *, allow_pickle: bool = False, variant: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: Source,
+    *,
+    allow_pickle: bool = False,
+    variant: str | None = None,
+    vae: str | Path | None = None,
+    use_ema: bool = False,
+    prediction_type: str | None = None,
+) -> Checkpoint:
     """Opens a diffusers folder, a single .safetensors file in the original layout, or a live diffusers pipeline.
 
-    variant: which weights of a folder to take, "fp16" for ``*.fp16.safetensors``.
     allow_pickle: also accept .ckpt, .bin, .pt and .pth (read with torch's weights_only unpickler).
+    variant: which weights of a folder to take, "fp16" for ``*.fp16.safetensors``.
+    vae: folder or file of a VAE to use instead of the model's own, or when it has none.
+    use_ema: of a single file, take the averaged UNet weights.
+    prediction_type: "epsilon", "v_prediction" or "sample", when the model does not say it or says it wrongly.
     Raises ModelError, or PickleRefused for a pickle that is not allowed.
     """
+    if prediction_type is not None and prediction_type not in PREDICTIONS:
+        raise ModelError(f"prediction_type={prediction_type!r} is none of {', '.join(PREDICTIONS)}.")
     if not isinstance(source, (str, Path)):
-        return _open_pipeline(source)
+        return _open_pipeline(source, prediction_type)
     path = Path(source).expanduser()
     if path.is_dir():
-        return _open_folder(path, allow_pickle, variant)
-    if not path.exists():
-        raise ModelError(f"{path}: no such file or folder.")
-    raise ModelError(f"{path}: not a folder.")
-
-
-# ---- a diffusers folder
-
-
-def _open_folder(folder: Path, allow_pickle: bool, wanted: str | None) -> Checkpoint:
-    index_file = folder / "model_index.json"
-    if not index_file.is_file():
-        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
-        raise ModelError(
-            f"{folder}: not a diffusers model (no model_index.json; it holds {inside}).",
-            hint="Name the folder that contains model_index.json, or a .safetensors file.",
-        )
-    index = read_json(index_file)
-    _check_pipeline(folder, index)
-    notes: list[str] = []
-    ignored: list[str] = []
-    components: dict[str, Component] = {}
-    configs: dict[str, dict] = {}
-    for name in COMPONENTS:
-        entry = index.get(name)
-        if not isinstance(entry, list) or entry[-1] is None:
-            continue
-        config = configs[name] = read_json(folder / name / "config.json")
-        refused = _unsupported(name, str(entry[-1]), config)
-        if refused:
-            notes.append(refused)
-            continue
-        found = _folder_tensors(folder / name, allow_pickle, wanted, notes)
-        components[name] = _component(name, config, found, ignored, str(folder / name))
-    family = detect_family(configs["unet"], {name for name in configs if name.startswith("text")})
-    scheduler_file = folder / "scheduler" / "scheduler_config.json"
-    if scheduler_file.is_file():
-        scheduler = read_json(scheduler_file)
-    else:
-        scheduler = {"prediction_type": "epsilon"}
-        notes.append("the folder has no scheduler/scheduler_config.json: prediction_type epsilon is assumed.")
-    return _checkpoint(
-        folder.resolve().name, str(folder), "folder", family, components, configs, scheduler, folder, notes, ignored
-    )
+        return _open_folder(path, allow_pickle, variant, vae, prediction_type)
+    if path.is_file():
+        return _open_file(path, allow_pickle, vae, use_ema, prediction_type)
+    raise ModelError(f"{path}: no such file or folder.", hint="Name a diffusers folder or a .safetensors file.")
 
 
 def _checkpoint(
@@ -130,28 +103,135 @@ def _checkpoint(
     ignored: Iterable[str],
 ) -> Checkpoint:
     unet, vae = configs["unet"], configs.get("vae", {})
-    side = native_side(unet, vae, family)
-    notes, ignored = tuple(notes), tuple(ignored)
-    return Checkpoint(name, origin, kind, family, components, scheduler, side, vae_factor(vae), path, notes, ignored)
+    side, factor = native_side(unet, vae, family), vae_factor(vae)
+    return Checkpoint(
+        name, origin, kind, family, components, scheduler, side, factor, path, tuple(notes), tuple(ignored)
+    )
+
+
+# ---- a single file
+
+
+def _open_file(
+    path: Path, allow_pickle: bool, vae: str | Path | None, use_ema: bool, prediction_type: str | None
+) -> Checkpoint:
+    parts = open_single_file(
+        path,
+        allow_pickle=allow_pickle,
+        vae=None if vae is None else lambda family: _open_vae(Path(vae), family, allow_pickle),
+        use_ema=use_ema,
+        prediction_type=prediction_type,
+    )
+    return _checkpoint(
+        path.stem,
+        str(path),
+        "file",
+        parts.family,
+        parts.components,
+        parts.configs,
+        parts.scheduler,
+        path,
+        parts.notes,
+        parts.ignored,
+    )
+
+
+def _open_vae(path: Path, family: Family | None, allow_pickle: bool) -> Component:
+    """A VAE from its folder, from a whole model's folder, or from a file."""
+    path = path.expanduser()
+    if path.is_file():
+        return open_vae_file(path, family, allow_pickle)
+    folder = path / "vae" if (path / "model_index.json").is_file() else path
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{path}: no VAE there.", hint="Name a .safetensors file or a folder with a config.json.")
+    config = read_json(folder / "config.json")
+    refusal = _unsupported("vae", "AutoencoderKL", config)
+    if refusal:
+        raise ModelError(f"{path}: {refusal}", hint="Expected an AutoencoderKL.")
+    return _component("vae", config, _folder_tensors(folder, allow_pickle, None, []), [], [], str(folder))
+
+
+# ---- a diffusers folder
+
+
+def _open_folder(
+    folder: Path, allow_pickle: bool, wanted: str | None, vae: str | Path | None, prediction_type: str | None
+) -> Checkpoint:
+    index_file = folder / "model_index.json"
+    if not index_file.is_file():
+        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+        raise ModelError(
+            f"{folder}: not a diffusers model (no model_index.json; it holds {inside}).",
+            hint="Name the folder that contains model_index.json, or a .safetensors file.",
+        )
+    index = read_json(index_file)
+    _check_pipeline(folder, index)
+    notes: list[str] = []
+    ignored: list[str] = []
+    components: dict[str, Component] = {}
+    configs: dict[str, dict] = {}
+    for name in COMPONENTS:
+        kind = _kind(index, name)
+        if kind is None or (name == "vae" and vae is not None):
+            continue
+        part = folder / name
+        if not part.is_dir():
+            raise ModelError(f"{folder}: {name} is missing.", hint="Download the model completely.")
+        config = configs[name] = read_json(part / "config.json")
+        refusal = _unsupported(name, kind, config)
+        if refusal:
+            notes.append(refusal)
+            continue
+        found = _folder_tensors(part, allow_pickle, wanted, notes)
+        components[name] = _component(name, config, found, notes, ignored, str(part))
+    _require_variant(folder, wanted, components, notes)
+    family = detect_family(configs["unet"], {name for name in configs if name.startswith("text")})
+    if vae is not None:
+        components["vae"] = _open_vae(Path(vae), family, allow_pickle)
+        configs["vae"] = components["vae"].config
+    scheduler = _folder_scheduler(folder, notes)
+    if prediction_type is not None:
+        scheduler = scheduler | {"prediction_type": prediction_type}
+    name = folder.resolve().name
+    return _checkpoint(name, str(folder), "folder", family, components, configs, scheduler, folder, notes, ignored)
+
+
+def _kind(index: Mapping[str, Any], name: str) -> str | None:
+    """The class that a model_index.json names for a component."""
+    entry = index.get(name)
+    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
+        return None
+    return entry[1]
+
+
+def _folder_scheduler(folder: Path, notes: list[str]) -> dict[str, Any]:
+    file = folder / "scheduler" / "scheduler_config.json"
+    if file.is_file():
+        return {"prediction_type": "epsilon"} | read_json(file)
+    notes.append(
+        'no scheduler/scheduler_config.json: prediction_type epsilon is assumed; override it with prediction_type="…".'
+    )
+    return {"prediction_type": "epsilon"}
 
 
 def _check_pipeline(where: object, index: Mapping[str, Any]) -> None:
-    if "unet" in index:
+    if _kind(index, "unet"):
         return
     kind = str(index.get("_class_name", "an unnamed pipeline"))
     parts = ", ".join(sorted(key for key in index if not key.startswith("_"))[:8])
     raise ModelError(f"{where}: {kind} has no UNet (it has {parts or 'no components'}).", hint=EXPECTED)
 
 
-def _unsupported(name: str, kind: str, config: Mapping[str, Any]) -> str | None:
-    """Why a component stays with its own implementation; a UNet of another kind is an error instead."""
-    kind = str(config.get("_class_name") or (config.get("architectures") or [kind])[0])
+def _unsupported(name: str, kind: str, config: dict[str, Any]) -> str | None:
+    """Why a component stays with its own implementation; a UNet or text encoder of another kind is an error instead."""
     if name == "unet" and kind != "UNet2DConditionModel":
         raise ModelError(f"the UNet is a {kind}.", hint=EXPECTED)
-    if name == "vae" and kind != "AutoencoderKL":
-        return f"vae is a {kind}: it stays in torch."
-    if name.startswith("text") and not kind.startswith("CLIPText"):
-        raise ModelError(f"{name} is a {kind}, not CLIP.", hint=EXPECTED)
+    if name == "vae" and (kind != "AutoencoderKL" or config.get("_class_name", kind) != kind):
+        return f"vae is a {config.get('_class_name', kind)}: it stays in torch."
+    if name.startswith("text"):
+        if kind not in ("CLIPTextModel", "CLIPTextModelWithProjection"):
+            raise ModelError(f"{name} is a {kind}, not CLIP.", hint=EXPECTED)
+        config["architectures"] = [kind]
     return None
 
 
@@ -160,21 +240,15 @@ _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 
 def _folder_tensors(folder: Path, allow_pickle: bool, wanted: str | None, notes: list[str]) -> dict[str, TensorRef]:
     safe = _weight_files(folder, ".safetensors")
-    unsafe = _weight_files(folder, ".bin")
-    if not safe and unsafe and not allow_pickle:
-        raise PickleRefused(
-            f"{folder}: its weights are pickles ({', '.join(sorted(file.name for file in unsafe.values()))}).",
-            hint="Use the .safetensors files of this model, or --allow-pickle (allow_pickle=True) if you trust it.",
-        )
-    found = safe or unsafe
+    found = safe or _weight_files(folder, ".bin")
     if not found:
         raise ModelError(f"{folder}: no weights (*.safetensors) in it.", hint="Download the model completely.")
-    choice = _choose(folder, found, wanted, notes)
-    file = found[choice]
-    parts = [file] if file.suffix != ".json" else _shards(file)
+    if not safe and not allow_pickle:
+        raise refused(", ".join(sorted(file.name for file in found.values())), folder)
+    file = found[_choose(folder, found, wanted, notes)]
     tensors: dict[str, TensorRef] = {}
-    for part in parts:
-        read = _safetensors_refs(part) if part.suffix == ".safetensors" else _pickle_refs(part)
+    for part in [file] if file.suffix != ".json" else _shards(file):
+        read = read_tensors(part, allow_pickle).tensors
         twice = tensors.keys() & read.keys()
         if twice:
             raise ModelError(f"{folder}: {len(twice)} tensors are in two shards, {min(twice)} is one.")
@@ -199,17 +273,25 @@ def _weight_files(folder: Path, suffix: str) -> dict[str | None, Path]:
 def _choose(folder: Path, found: Mapping[str | None, Path], wanted: str | None, notes: list[str]) -> str | None:
     if wanted in found:
         return wanted
-    named = sorted(name for name in found if name)
     if wanted and None in found:
-        notes.append(f"{folder.name} has no variant {wanted!r}: its plain weights are used.")
+        notes.append(f"{folder.name}{_NO_VARIANT}{wanted!r}: its plain weights are used.")
         return None
+    named = sorted(name for name in found if name)
     if wanted:
         raise ModelError(f"{folder}: no variant {wanted!r}, only {', '.join(named)}.")
-    choice = "fp16" if "fp16" in named else named[0]
-    if len(named) > 1 and choice != "fp16":
+    if len(named) > 1 and "fp16" not in named:
         raise ModelError(f"{folder}: several variants ({', '.join(named)}).", hint="Name one with variant=….")
-    notes.append(f"{folder.name} has only the variant {choice!r}: it is used.")
+    choice = "fp16" if "fp16" in named else named[0]
+    notes.append(f"{folder.name} has only the variant {', '.join(named)}: {choice} is used.")
     return choice
+
+
+_NO_VARIANT = " has no variant "
+
+
+def _require_variant(folder: Path, wanted: str | None, components: Mapping[str, Component], notes: list[str]) -> None:
+    if wanted and components and sum(_NO_VARIANT in note for note in notes) == len(components):
+        raise ModelError(f"{folder}: no component has a variant {wanted!r}.", hint="Open it without variant.")
 
 
 def _shards(index_file: Path) -> list[Path]:
@@ -228,73 +310,10 @@ def _shards(index_file: Path) -> list[Path]:
     return files
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a config file. Raises ModelError for anything else."""
-    try:
-        if path.stat().st_size > MAX_JSON:
-            raise ModelError(f"{path}: too large for a config.")
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror or error}).") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON ({str(error)[:80]}).") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: not a JSON object.")
-    return found
-
-
-# ---- files of tensors
-
-
-def _safetensors_refs(path: Path) -> dict[str, TensorRef]:
-    entries, _ = read_header(path)
-    return {name: TensorRef(name, entry.dtype, entry.shape, path, entry.offset) for name, entry in entries.items()}
-
-
-def _pickle_refs(path: Path) -> dict[str, TensorRef]:
-    state = _load_pickle(path)
-    while isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
-    return {
-        str(name): _tensor_ref(str(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)
-    }
-
-
-def _load_pickle(path: Path) -> dict[str, Any]:
-    try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        OSError,
-        TypeError,
-        KeyError,
-        AttributeError,
-    ) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
-        raise ModelError(
-            f"{path}: not a checkpoint of plain tensors ({reason}).",
-            hint="Convert it to .safetensors.",
-        ) from None
-    if not isinstance(state, dict):
-        raise ModelError(f"{path}: holds a {type(state).__name__}, not a table of tensors.")
-    return state
-
-
-def _tensor_ref(name: str, tensor: torch.Tensor) -> TensorRef:
-    dtype = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
-    return TensorRef(name, dtype, tuple(tensor.shape), tensor)
-
-
 # ---- a live pipeline
 
 
-def _open_pipeline(pipe: Any) -> Checkpoint:
+def _open_pipeline(pipe: Any, prediction_type: str | None) -> Checkpoint:
     kind = type(pipe).__name__
     if not hasattr(pipe, "unet") or not hasattr(pipe, "scheduler"):
         raise ModelError(f"a {kind} is neither a path nor a pipeline with a UNet.", hint=EXPECTED)
@@ -306,30 +325,47 @@ def _open_pipeline(pipe: Any) -> Checkpoint:
         module = getattr(pipe, name, None)
         if module is None:
             continue
-        config = configs[name] = _module_config(module)
-        refused = _unsupported(name, type(module).__name__, config)
-        if refused:
-            notes.append(refused)
+        inner = _unwrapped(module)
+        config = configs[name] = _module_config(inner)
+        refusal = _unsupported(name, type(inner).__name__, config)
+        if refusal:
+            notes.append(refusal)
             continue
-        found = {key: _tensor_ref(key, value) for key, value in unwrapped_state_dict(module, ignored, name).items()}
-        components[name] = _component(name, config, found, ignored, f"{kind}.{name}")
+        found = {key: tensor_ref(key, value) for key, value in unwrapped_state_dict(module, ignored, name).items()}
+        components[name] = _component(name, config, found, notes, ignored, f"{kind}.{name}")
     if "unet" not in configs:
         raise ModelError(f"the {kind} has no UNet.", hint=EXPECTED)
     family = detect_family(configs["unet"], {name for name in configs if name.startswith("text")})
-    origin = f"pipeline {kind}"
-    path = str(getattr(pipe, "name_or_path", None) or configs["unet"].get("_name_or_path") or "")
-    name = Path(path).name or kind
-    scheduler = dict(pipe.scheduler.config)
-    return _checkpoint(name, origin, "pipeline", family, components, configs, scheduler, None, notes, ignored)
+    scheduler = _plain(dict(pipe.scheduler.config))
+    if prediction_type is not None:
+        scheduler["prediction_type"] = prediction_type
+    came_from = str(getattr(pipe, "name_or_path", None) or configs["unet"].get("_name_or_path") or "")
+    name = Path(came_from).name or kind
+    return _checkpoint(
+        name, f"pipeline {kind}", "pipeline", family, components, configs, scheduler, None, notes, ignored
+    )
+
+
+def _unwrapped(module: Any) -> Any:
+    """The model inside torch.compile's and PEFT's wrappers."""
+    module = getattr(module, "_orig_mod", module)
+    return module.get_base_model() if hasattr(module, "get_base_model") and hasattr(module, "peft_config") else module
 
 
 def _module_config(module: Any) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if config is not None and hasattr(config, "to_dict"):
-        return config.to_dict()
+        return _plain(config.to_dict())
     if not isinstance(config, Mapping):
         raise ModelError(f"a {type(module).__name__} has no config.")
-    return dict(config)
+    return _plain({"_class_name": type(module).__name__} | dict(config))
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """As config.json would have it."""
+    return json.loads(
+        json.dumps({key: value for key, value in config.items() if key != "_use_default_values"}, default=str)
+    )
 
 
 def unwrapped_state_dict(module: Any, ignored: list[str], component: str) -> dict[str, torch.Tensor]:
@@ -357,46 +393,34 @@ def _strip(name: str) -> str:
 # ---- from found tensors to a component
 
 
-def canonical_names(component: str, names: Iterable[str]) -> dict[str, str]:
-    """Names as files and library versions have them → the one name a tensor has in ``Component.tensors``.
-
-    Text encoders: as transformers 5 names them, that is without "text_model." unless there is a text_projection.
-    VAE: attention as to_q, to_k, to_v, to_out.0 (older files: query, key, value, proj_attn).
-    """
-    names = list(names)
-    if component.startswith("text_encoder"):
-        bare = {name: name.removeprefix("text_model.") for name in names}
-        if "text_projection.weight" not in names:
-            return bare
-        return {
-            name: short if short == "text_projection.weight" else f"text_model.{short}" for name, short in bare.items()
-        }
-    if component == "vae":
-        return {name: _OLD_ATTENTION.sub(lambda match: _NEW_ATTENTION[match[1]], name) for name in names}
-    return {name: name for name in names}
-
-
-_OLD_ATTENTION = re.compile(r"(?<=attentions\.0\.)(query|key|value|proj_attn)(?=\.)")
-_NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-
-
 def _component(
-    name: str, config: dict[str, Any], found: Mapping[str, TensorRef], ignored: list[str], where: str
+    name: str, config: dict[str, Any], found: Mapping[str, TensorRef], notes: list[str], ignored: list[str], where: str
 ) -> Component:
-    tensors: dict[str, TensorRef] = {}
-    for old, new in canonical_names(name, found).items():
-        ref = found[old]
-        if new.endswith("position_ids"):
-            ignored.append(f"{name}/{old}")
-            continue
-        if new in tensors:
-            raise ModelError(f"{where}: {old} and another tensor both mean {new}.")
-        if ref.dtype not in FLOATS:
-            raise ModelError(f"{where}: {old} is stored as {ref.dtype}.", hint="Use an fp16, bf16 or fp32 model.")
-        if isinstance(ref.source, torch.Tensor) and ref.source.is_meta:
-            raise ModelError(
-                f"{where}: {old} is on the meta device (offloaded).",
-                hint="Call pipe.remove_all_hooks() and pipe.to('cpu').",
-            )
-        tensors[new] = TensorRef(new, ref.dtype, ref.shape, ref.source, ref.offset, ref.transposed)
+    renamed: dict[str, str] = {}
+    for old, new in canonical_names(name, found, ldm.has_projection(config)).items():
+        if new in renamed:
+            raise ModelError(f"{where}: {old} and {renamed[new]} are the same weight.")
+        renamed[new] = old
+    refs = {new: found[old] for new, old in renamed.items()}
+    try:
+        tensors, rest = ldm.assemble(name, config, refs, where)
+    except ldm.Unmodelled as reason:
+        tensors, rest = _unchecked(refs, where)
+        notes.append(f"{name}: names and shapes of its weights are not checked: {reason}")
+    offloaded = [ref.name for ref in tensors.values() if isinstance(ref.source, torch.Tensor) and ref.source.is_meta]
+    if offloaded:
+        raise ModelError(
+            f"{where}: {len(offloaded)} weights are on the meta device (offloaded), {offloaded[0]} is one.",
+            hint="Call pipe.remove_all_hooks() and pipe.to('cpu') first.",
+        )
+    ignored += [f"{name}/{renamed[new]}" for new in rest]
     return Component(name, config, tensors)
+
+
+def _unchecked(refs: Mapping[str, TensorRef], where: str) -> tuple[dict[str, TensorRef], list[str]]:
+    rest = [name for name in refs if name.endswith("position_ids") or ".processor." in name]
+    kept = {name: ref for name, ref in refs.items() if name not in rest}
+    strange = [f"{name} as {ref.dtype}" for name, ref in kept.items() if ref.dtype not in FLOATS]
+    if strange:
+        raise ModelError(f"{where}: stores {strange[0]}.", hint="Use an fp16, bf16 or fp32 form of this model.")
+    return {name: replace(ref, name=name) for name, ref in kept.items()}, rest

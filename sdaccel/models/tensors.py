@@ -79,7 +79,7 @@ class _Malformed(ValueError):
 def _header_length(path: Path, start: bytes, size: int) -> int:
     if size == 0:
         raise ModelError(f"{path}: empty file (0 bytes).", hint=_AGAIN)
-    looks = _looks_like(start)
+    looks = looks_like(start)
     if looks:
         kind, hint = looks
         raise ModelError(f"{path}: not a safetensors file, but {kind}.", hint=hint)
@@ -93,7 +93,8 @@ def _header_length(path: Path, start: bytes, size: int) -> int:
     return length
 
 
-def _looks_like(start: bytes) -> tuple[str, str] | None:
+def looks_like(start: bytes) -> tuple[str, str] | None:
+    """What a file that starts so is instead of weights, and what to do about it; None when nothing familiar."""
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     lower = text[:256].lower()
     if text.startswith(b"version https://git-lfs"):
