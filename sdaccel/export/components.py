@@ -8,7 +8,7 @@ unet            sample [batch, C, height, width], timestep [batch], encoder_hidd
                 timestep_cond [batch, E] (LCM, optional), down_residual_0.. and mid_residual (ControlNet, optional)
                 -> sample_out [batch, C', height, width]
 vae_decoder     latents [batch, 4, height, width] -> image [batch, 3, 8 height, 8 width]
-vae_encoder     image [batch, 3, height, width] -> moments [batch, 2 * 4, height / 8, width / 8] (mean, then log variance)
+vae_encoder     image [batch, 3, height, width] -> moments [batch, 2 * 4, height / 8, width / 8] (mean, log variance)
 text_encoder(2) input_ids [batch, tokens] -> hidden_0 (embeddings), hidden_1.. (after each layer) [batch, tokens, D],
                 last_hidden_state (hidden_L after the final LayerNorm), pooled [batch, D or projection_dim]
 """
@@ -66,14 +66,8 @@ class ComponentSpec:
         return self._build(self.config).eval().requires_grad_(False)
 
     def weight_name(self, parameter: str) -> str:
-        """The checkpoint's name for a parameter of the module: the wrapper's prefix is dropped.
-
-        Text models are published with ``text_model.`` before their layers, whatever the installed transformers says.
-        """
-        name = parameter.split(".", 1)[1]
-        if self.source.startswith("text_encoder") and not name.startswith(("text_model.", "text_projection.")):
-            return f"text_model.{name}"
-        return name
+        """The state_dict name, inside the source component, of a parameter of the module."""
+        return parameter.split(".", 1)[1]
 
     def optional_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
         """The full shape of each optional input at the axis sizes ``shape`` (their declared dimensions are free)."""
@@ -124,16 +118,17 @@ def component_spec(component: str, config: Mapping[str, Any]) -> ComponentSpec:
 def architecture_fields(component: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of ``config`` that shapes the graph, defaults filled in: equal fields make equal graphs.
 
-    Every field counts that the model's class takes, except those that only describe data or training.
+    Every field counts that the model's class takes, except those that only describe data or training. Raises
+    ExportError for a config that `component_spec` refuses.
     """
     source = source_of(component)
+    component_spec(component, config)
     if source.startswith("text_encoder"):
         ignored = {"attention_dropout", "initializer_range", "initializer_factor", "pad_token_id", "bos_token_id"}
-        known = _clip_config(config)
-        return {"projected": _is_projected(component, config)} | {
-            name: value for name, value in known.items() if name not in ignored
-        }
-    if source == "unet":
+        known = {"projected": _is_projected(component, config)} | _clip_config(config)
+        if not known["projected"]:
+            ignored.add("projection_dim")
+    elif source == "unet":
         # sample_size is the native side, dropout is off in eval; the rest decides layers or arithmetic.
         ignored = {"sample_size", "dropout"}
         known = _with_defaults(_unet_class(), config)
@@ -153,6 +148,7 @@ _UNET_FREE_OF = {
     "encoder_hid_dim": (None,),
     "encoder_hid_dim_type": (None,),
     "attention_type": ("default",),
+    "downsample_padding": (1,),
     "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2D", None),
 }
 _DOWN_BLOCKS = ("CrossAttnDownBlock2D", "DownBlock2D")
@@ -251,7 +247,9 @@ def _unet_class() -> Any:
 
 
 def _build_unet(config: Mapping[str, Any]) -> nn.Module:
-    class VectorUNet(_unet_class()):
+    from diffusers import UNet2DConditionModel
+
+    class VectorUNet(UNet2DConditionModel):
         """Takes SDXL's vector itself, so that no time ids are computed in the graph."""
 
         def get_aug_embed(self, emb, encoder_hidden_states, added_cond_kwargs):
@@ -410,7 +408,9 @@ def _text_spec(component: str, config: dict[str, Any]) -> ComponentSpec:
 def _build_text(config: Mapping[str, Any]) -> nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    return _Text(CLIPTextModel(CLIPTextConfig(**config, attn_implementation="sdpa")))
+    text = CLIPTextModel(CLIPTextConfig(**config, attn_implementation="sdpa"))
+    # transformers 4 keeps the layers one level further down, under text_model; names are as in transformers 5.
+    return _Text(getattr(text, "text_model", text))
 
 
 def _build_projected_text(config: Mapping[str, Any]) -> nn.Module:
@@ -459,9 +459,15 @@ def _token_ids(config: Mapping[str, Any], size: tuple[int, ...], generator: torc
 
 
 def _with_defaults(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``cls``, from ``config`` or by default, as diffusers itself reads a config."""
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    return {p.name: config.get(p.name, p.default) for p in parameters if p.kind is not p.VAR_KEYWORD}
+    """The arguments of ``cls``, from ``config`` or by default, as diffusers itself reads a config.
+
+    null for a flag that is off by default means off (published configs write either).
+    """
+    arguments = {}
+    for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
+        value = config.get(parameter.name, parameter.default)
+        arguments[parameter.name] = False if value is None and parameter.default is False else value
+    return arguments
 
 
 def _check_class(config: Mapping[str, Any], expected: str) -> None:

@@ -287,12 +287,10 @@ def _quiet() -> Iterator[list[str]]:
         for logger in loggers:
             logger.handlers[:] = [handler]
             logger.propagate = False
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings():
             warnings.simplefilter("default")
-            try:
-                yield said
-            finally:
-                said.extend(str(warning.message) for warning in caught)
+            warnings.showwarning = lambda message, *_, **__: said.append(str(message))
+            yield said
     finally:
         for logger, handlers, propagate in before:
             logger.handlers[:] = handlers
@@ -316,7 +314,7 @@ def bind_weights(model: onnx.ModelProto, layout: Mapping[str, Any]) -> onnx.Mode
     """A copy of ``model`` whose external initializers point at their places in one weights entry.
 
     ``layout`` maps names to places with ``offset`` and ``nbytes`` (bytes in the file), ``shape`` and ``dtype``.
-    Raises ExportError naming the weight that is missing or has another shape.
+    Raises ExportError naming the weight that is missing or has another shape or type.
     """
     bound = onnx.ModelProto()
     bound.CopyFrom(model)
@@ -330,10 +328,20 @@ def bind_weights(model: onnx.ModelProto, layout: Mapping[str, Any]) -> onnx.Mode
             raise ExportError(
                 f"weight {tensor.name} is {tuple(place.shape)} in the checkpoint, {tuple(tensor.dims)} in its config."
             )
+        if _ONNX_TYPES.get(place.dtype) != tensor.data_type:
+            wanted = onnx.TensorProto.DataType.Name(tensor.data_type)
+            raise ExportError(f"weight {tensor.name} is stored as {place.dtype}, but the graph computes in {wanted}.")
         del tensor.external_data[:]
         for key, value in (("location", WEIGHTS_FILE), ("offset", place.offset), ("length", place.nbytes)):
             tensor.external_data.add(key=key, value=str(value))
     return bound
+
+
+_ONNX_TYPES = {
+    "F32": onnx.TensorProto.FLOAT,
+    "F16": onnx.TensorProto.FLOAT16,
+    "BF16": onnx.TensorProto.BFLOAT16,
+}
 
 
 def weight_names(model: onnx.ModelProto) -> list[str]:
@@ -444,7 +452,7 @@ def _compare(
         value = found[tensor.name].float()
         if value.shape != reference.shape:
             raise ExportError(
-                f"{spec.name} gave {tensor.name} of shape {tuple(value.shape)} at {where}; torch {tuple(reference.shape)}."
+                f"{spec.name} gave {tensor.name} as {tuple(value.shape)} at {where}; torch {tuple(reference.shape)}."
             )
         error = float((value - reference).abs().max() / max(1.0, float(reference.abs().max())))
         if not error <= limit:
