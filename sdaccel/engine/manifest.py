@@ -160,7 +160,8 @@ class EngineManifest:
     """What an engine is: the content of its engine.json.
 
     ``architecture`` is the key of the graph it was built from, ``weights`` the checkpoint component's content hash and
-    ``weights_entry`` the key of the converted weights in the store. ``created`` is ISO 8601 in UTC, ``build_seconds``
+    ``weights_entries`` the keys of the weights it reads in the store, the converted checkpoint's first, then any that
+    the backend laid out anew. ``created`` is ISO 8601 in UTC, ``build_seconds``
     wall-clock seconds. ``details`` is free JSON for people and reports; nothing is decided by it.
     """
 
@@ -171,7 +172,7 @@ class EngineManifest:
     origin: str
     architecture: str
     weights: str
-    weights_entry: str
+    weights_entries: tuple[str, ...]
     precision: str
     backend: str
     profiles: tuple[OptimizationProfile, ...]
@@ -225,7 +226,7 @@ class EngineManifest:
             origin=check.text(document["origin"], "origin"),
             architecture=check.hash(document["architecture"], "architecture"),
             weights=check.hash(document["weights"], "weights"),
-            weights_entry=check.hash(document["weights_entry"], "weights_entry"),
+            weights_entries=check.list(document["weights_entries"], "weights_entries", _Check.hash, most=16),
             precision=check.word(document["precision"], "precision"),
             backend=check.word(document["backend"], "backend"),
             profiles=profiles,

@@ -47,7 +47,7 @@ class OpenEngine(NamedTuple):
     """An engine with the entries it stands on, every file of them verified. ``graph`` is None if it was removed."""
 
     engine: Entry
-    weights: Entry
+    weights: tuple[Entry, ...]
     graph: Entry | None
 
 
@@ -104,16 +104,18 @@ class Store:
         engine = self.get("engines", key)
         if engine is None:
             raise EngineNotFound(f"there is no engine {key} in {self.root}.", hint="Run: sdaccel list")
-        weights = self.get("weights", engine.engine.weights_entry)
-        if weights is None:
-            raise EngineBroken(
-                f"the weights {engine.engine.weights_entry} of the engine {key} are missing.", hint=AGAIN
-            )
+        weights = tuple(self._weights(weights_key, key) for weights_key in engine.engine.weights_entries)
         graph = self.get("graphs", engine.engine.architecture)
-        for entry in (engine, weights, graph):
+        for entry in (engine, *weights, graph):
             if entry is not None:
                 self.verify(entry)
         return OpenEngine(engine, weights, graph)
+
+    def _weights(self, key: str, engine: str) -> Entry:
+        weights = self.get("weights", key)
+        if weights is None:
+            raise EngineBroken(f"the weights {key} of the engine {engine} are missing.", hint=AGAIN)
+        return weights
 
     def list(self, kind: str = "engines") -> list[Entry]:
         """Every whole entry, engines newest first. What is broken is left out here and stands in `broken`."""
@@ -237,12 +239,13 @@ class Store:
             raise StoreError(str(error)) from None
         if engine.key != key:
             raise StoreError(f"the manifest of the engine {key} has another key: {engine.key}.")
-        if self.get("weights", engine.weights_entry) is None:
-            raise StoreError(
-                f"the weights {engine.weights_entry} of the engine {key} are not in {self.root}: they were removed "
-                "while it was built.",
-                hint="Build again.",
-            )
+        for weights in engine.weights_entries:
+            if self.get("weights", weights) is None:
+                raise StoreError(
+                    f"the weights {weights} of the engine {key} are not in {self.root}: they were removed while it "
+                    "was built.",
+                    hint="Build again.",
+                )
 
     def remove(self, key: str) -> int:
         """Removes an engine, then the weights and graphs that no other engine uses. Returns the bytes freed.
@@ -284,7 +287,7 @@ class Store:
         """The (kind, key) of the weights and the graph that an engine uses; none if its manifest is broken."""
         with disk.clear_errors(self.root), suppress(EngineBroken):
             engine = read_entry(self._path("engines", key), "engines", key).engine
-            return {("weights", engine.weights_entry), ("graphs", engine.architecture)}
+            return {*(("weights", key) for key in engine.weights_entries), ("graphs", engine.architecture)}
         return set()
 
     def _age(self, kind: str, key: str) -> float:

@@ -1,0 +1,198 @@
+"""The one orchestrator of a build: checkpoint → graph → weights → engine, checked against torch, published."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import onnx
+import torch
+
+from sdaccel.backends.base import Backend, BuildJob, LoadedEngine, pick_backend
+from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
+from sdaccel.engine.store import Draft, Entry, Store
+from sdaccel.engine.weights import FILE, layout, publish_weights, weights_key
+from sdaccel.errors import ModelError
+from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
+from sdaccel.profile import ImageProfile
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class BuilderConfig:
+    """How engines are built. ``components`` None: all the model has; ``profiles`` empty: the model's native range."""
+
+    components: tuple[str, ...] | None = None
+    profiles: tuple[ImageProfile, ...] = ()
+    precision: str | None = None
+    backend: str = "auto"
+    check: bool = True
+    """Compare each engine with torch before it is published."""
+
+
+def build(
+    source: Any,
+    *,
+    components: Collection[str] | None = None,
+    profiles: Sequence[ImageProfile] = (),
+    precision: str | None = None,
+    backend: str = "auto",
+    store: Store | None = None,
+    progress: Progress | None = None,
+    allow_pickle: bool = False,
+    check: bool = True,
+) -> list[Entry]:
+    """Builds the engines of a model that the store does not hold yet, and returns all that were asked for.
+
+    source: a diffusers folder, a single .safetensors file, a live pipeline or an opened `Checkpoint`.
+    progress: gets a stage and the fraction of the whole that is done; may raise Cancelled.
+    Raises ModelError, ExportError, BackendError, StoreError, SettingError.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source, allow_pickle=allow_pickle)
+    config = BuilderConfig(
+        None if components is None else tuple(components), tuple(profiles), precision, backend, check
+    )
+    return build_engines(checkpoint, config, store or Store(), progress)
+
+
+def build_engines(
+    checkpoint: Checkpoint, config: BuilderConfig, store: Store, progress: Progress | None = None
+) -> list[Entry]:
+    """The engines of ``config``, one a component. See `build`."""
+    chosen = buildable_components(checkpoint, config.components)
+    backend = pick_backend(config.backend)
+    report = progress or (lambda stage, fraction: None)
+    entries = []
+    for index, component in enumerate(chosen):
+        part = _part(report, index / len(chosen), 1 / len(chosen))
+        entries.append(_build_component(checkpoint, component, config, backend, store, part))
+    report("done", 1.0)
+    return entries
+
+
+def buildable_components(checkpoint: Checkpoint, wanted: Collection[str] | None = None) -> list[str]:
+    """The engine components that ``checkpoint`` has weights for. Raises ModelError for one it has not."""
+    from sdaccel.export.components import COMPONENTS, source_of
+
+    for component in wanted or ():
+        if source_of(component) not in checkpoint.components:
+            have = ", ".join(checkpoint.components)
+            raise ModelError(f"{checkpoint.name} has no weights for {component}: it has {have}.")
+    return [
+        component
+        for component in COMPONENTS
+        if source_of(component) in checkpoint.components and (not wanted or component in wanted)
+    ]
+
+
+def _build_component(
+    checkpoint: Checkpoint, component: str, config: BuilderConfig, backend: Backend, store: Store, progress: Progress
+) -> Entry:
+    from sdaccel.export.components import source_of
+    from sdaccel.export.to_onnx import GRAPH_FILE, architecture_hash, bind_weights, publish_graph
+
+    source = checkpoint.components[source_of(component)]
+    image_profiles = config.profiles or (ImageProfile.native(checkpoint.native_side),)
+    profiles = tuple(dict.fromkeys(image.for_component(component, checkpoint.vae_factor) for image in image_profiles))
+    precision = backend.check_precision(config.precision)
+    progress(f"{component}: reading weights", 0.0)
+    identity: dict[str, Any] = {
+        "component": component,
+        "architecture": architecture_hash(component, source.config),
+        "weights": source.content_hash,
+        "precision": precision,
+        "backend": backend.name,
+        "profiles": profiles,
+        "device": backend.device(),
+        "versions": backend.versions(),
+    }
+
+    def fill(draft: Draft) -> dict[str, Any]:
+        start = time.monotonic()
+        graph = publish_graph(store, component, source.config, progress=_part(progress, 0.05, 0.4))
+        weights = publish_weights(
+            store,
+            source,
+            precision,
+            progress=lambda done, total: progress(f"{component}: storing weights", 0.45 + 0.2 * done / max(total, 1)),
+        )
+        model = bind_weights(onnx.load(str(graph.file(GRAPH_FILE)), load_external_data=False), layout(weights))
+        job = BuildJob(
+            component, model, graph.key, weights, precision, profiles, store, _part(progress, 0.65, 0.2, component)
+        )
+        built = backend.build(job, draft.path)
+        inputs, outputs = (_specs(graph.manifest[name]) for name in ("inputs", "outputs"))
+        details = dict(built.details)
+        if config.check:
+            progress(f"{component}: comparing with torch", 0.85)
+            details["check"] = _check(component, source.config, backend, draft, weights, inputs)
+        manifest = EngineManifest(
+            **identity,
+            source=source.name,
+            family=checkpoint.family.value,
+            model=checkpoint.name,
+            origin=checkpoint.origin,
+            weights_entries=(weights.key, *built.weights),
+            image_profiles=tuple(image_profiles),
+            inputs=inputs,
+            outputs=outputs,
+            config=dict(source.config),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            build_seconds=round(time.monotonic() - start, 3),
+            details=details,
+        )
+        return manifest.to_json()
+
+    def waiting(who: str) -> None:
+        progress(f"{component}: {who}", 0.0)
+
+    return store.publish("engines", engine_key(**identity), fill, waiting=waiting)
+
+
+def _specs(items: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(i["name"], i["dtype"], tuple(i["shape"]), i["optional"]) for i in items)
+
+
+def _check(
+    component: str,
+    config: dict[str, Any],
+    backend: Backend,
+    draft: Draft,
+    weights: Entry,
+    inputs: tuple[TensorSpec, ...],
+) -> dict[str, Any]:
+    """The engine against torch at several shapes, before it is published. Raises ExportError."""
+    from sdaccel.export.to_onnx import check_graph
+
+    loaded: list[LoadedEngine] = []
+
+    def run(feed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not loaded:  # only now: torch has let go of its own copy
+            loaded.append(backend.load(draft.path, weights.path.parent, inputs))
+        return loaded[0].run(feed)
+
+    results = check_graph(run, component, config, weights.file(FILE), layout(weights))
+    loaded.clear()
+    gc.collect()
+    return {
+        "reference": f"torch {torch.__version__}, float32",
+        "largest_error": max(result.error for result in results),
+        "shapes": [{**result.shape, "error": result.error} for result in results],
+    }
+
+
+def _part(progress: Progress, begin: float, share: float, prefix: str = "") -> Progress:
+    """Reports the fractions of a part of the work as fractions of the whole."""
+
+    def report(stage: str, fraction: float) -> None:
+        progress(f"{prefix}: {stage}" if prefix else stage, begin + share * fraction)
+
+    return report
+
+
+__all__ = ["BuilderConfig", "build", "build_engines", "buildable_components", "weights_key"]

@@ -1,0 +1,222 @@
+"""Runs engines for a host program: chooses engine and profile for each call, and keeps the report of what ran.
+
+A host (diffusers, a WebUI) owns the torch module. It hands inputs to `ExecutionContext.run`; if that raises one of
+`FALLBACK_ERRORS` the host runs torch and notes the reason in its `RunReport`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sdaccel.backends.base import Backend, LoadedEngine
+from sdaccel.engine.manifest import EngineManifest
+from sdaccel.engine.store import Entry, Store
+from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ProfileError, UnsupportedCall
+from sdaccel.profile import OptimizationProfile, choose
+
+FALLBACK_ERRORS = (UnsupportedCall, ProfileError, EngineBroken, EngineNotFound, BackendError)
+
+
+@dataclass
+class ComponentRun:
+    """What ran of one component: calls through engines and calls through torch, in milliseconds of wall-clock time."""
+
+    engines: dict[str, str] = field(default_factory=dict)
+    """engine id → the profile it ran"""
+    backend: str = ""
+    calls: int = 0
+    milliseconds: float = 0.0
+    torch_calls: int = 0
+    torch_milliseconds: float = 0.0
+    adapters: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Fallback:
+    component: str
+    reason: str
+    calls: int = 1
+
+
+class RunReport:
+    """What really ran. `fallbacks` is empty when engines ran it all. Safe to write from several threads."""
+
+    def __init__(self) -> None:
+        self.components: dict[str, ComponentRun] = {}
+        self.fallbacks: list[Fallback] = []
+        self.notes: list[str] = []
+        self.failed: list[str] = []
+        """Outputs that stayed unusable (NaN, infinite or constant) after the retry: not an image to keep."""
+        self._lock = threading.Lock()
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    def ran_engine(self, component: str, engine: Entry, profile: OptimizationProfile, milliseconds: float) -> None:
+        with self._lock:
+            run = self.components.setdefault(component, ComponentRun())
+            run.engines[engine.key] = str(profile)
+            run.backend = engine.engine.backend
+            run.calls += 1
+            run.milliseconds += milliseconds
+
+    def ran_torch(self, component: str, milliseconds: float, adapters: Sequence[str] = ()) -> None:
+        with self._lock:
+            run = self.components.setdefault(component, ComponentRun())
+            run.torch_calls += 1
+            run.torch_milliseconds += milliseconds
+            run.adapters = sorted({*run.adapters, *adapters})
+
+    def fell_back(self, component: str, reason: str) -> None:
+        with self._lock:
+            for known in self.fallbacks:
+                if (known.component, known.reason) == (component, reason):
+                    known.calls += 1
+                    return
+            self.fallbacks.append(Fallback(component, reason))
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            if text not in self.notes:
+                self.notes.append(text)
+
+    def fail(self, text: str) -> None:
+        with self._lock:
+            if text not in self.failed:
+                self.failed.append(text)
+
+    def to_json(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "components": {name: dict(vars(run)) for name, run in self.components.items()},
+                "fallbacks": [dict(vars(fallback)) for fallback in self.fallbacks],
+                "notes": list(self.notes),
+                "failed": list(self.failed),
+            }
+
+    def __str__(self) -> str:
+        lines = []
+        for name, run in self.components.items():
+            parts = []
+            if run.calls:
+                ids = ", ".join(key[:12] for key in run.engines)
+                parts.append(f"engine {ids} ({run.backend}) {run.calls} calls, {run.milliseconds:.0f} ms")
+            if run.torch_calls:
+                parts.append(f"torch {run.torch_calls} calls, {run.torch_milliseconds:.0f} ms")
+            lines.append(f"{name}: {'; '.join(parts)}")
+        lines += [f"in torch: {f.component}, {f.calls} calls: {f.reason}" for f in self.fallbacks]
+        return "\n".join([*lines, *self.notes, *self.failed])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine and one of its profiles."""
+
+    entry: Entry
+    index: int
+    profile: OptimizationProfile
+
+
+class ExecutionContext:
+    """The engines of one component, ready to be chosen from. Engines are verified and loaded when first needed.
+
+    One lock guards a context: calls from several threads run one after the other.
+    """
+
+    def __init__(self, component: str, store: Store, backend: Backend, engines: Sequence[Entry]):
+        self.component = component
+        self.store = store
+        self.backend = backend
+        self.engines = list(engines)
+        self.candidates = [
+            Candidate(entry, index, profile)
+            for entry in self.engines
+            for index, profile in enumerate(entry.engine.profiles)
+        ]
+        self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
+        self._broken: dict[str, Exception] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Names of the inputs that every engine here takes."""
+        sets = [{spec.name for spec in entry.engine.inputs} for entry in self.engines]
+        return frozenset(set.intersection(*sets)) if sets else frozenset()
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], report: RunReport, outputs: Collection[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The outputs of the engine and profile that contain these shapes (see `sdaccel.profile.choose`).
+
+        Raises one of `FALLBACK_ERRORS`; the host then runs torch.
+        """
+        if not self.candidates:
+            raise UnsupportedCall(f"no engine of {self.component} is in the store.", hint="Run: sdaccel build")
+        with self._lock:
+            candidate = self._choose(inputs)
+            engine = self._load(candidate.entry)
+            start = time.perf_counter()
+            results = engine.run(inputs, outputs, candidate.index)
+            milliseconds = (time.perf_counter() - start) * 1e3
+        report.ran_engine(self.component, candidate.entry, candidate.profile, milliseconds)
+        return results
+
+    def _choose(self, inputs: Mapping[str, torch.Tensor]) -> Candidate:
+        alive = [candidate for candidate in self.candidates if candidate.entry.key not in self._broken]
+        if not alive:
+            raise EngineBroken(str(next(iter(self._broken.values()))))
+        sizes = axis_sizes(alive[0].entry.engine, inputs)
+        return alive[choose([candidate.profile for candidate in alive], sizes)]
+
+    def _load(self, entry: Entry) -> LoadedEngine:
+        """The engine, verified and loaded; engines that differ in their profiles alone share one."""
+        plan = tuple(digest for _, info in sorted(entry.files.items()) for digest in info.sha256)
+        if plan not in self._loaded:
+            try:
+                self.store.open_engine(entry.key)
+                weights = self.store.root / "weights"
+                self._loaded[plan] = self.backend.load(entry.path, weights, entry.engine.inputs)
+            except (EngineBroken, EngineNotFound, BackendError) as error:
+                self._broken[entry.key] = error
+                raise
+        return self._loaded[plan]
+
+
+def axis_sizes(engine: EngineManifest, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The size of each axis of ``engine`` in ``inputs``. Raises UnsupportedCall where they do not fit its inputs."""
+    specs = {spec.name: spec for spec in engine.inputs}
+    sizes: dict[str, int] = {}
+    for name, tensor in inputs.items():
+        if name not in specs:
+            raise UnsupportedCall(f"the engine of {engine.component} has no input {name}.")
+        expected = specs[name].shape
+        fits = len(expected) == tensor.dim() and all(
+            sizes.setdefault(dim, size) == size if isinstance(dim, str) else dim == size
+            for dim, size in zip(expected, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise UnsupportedCall(f"{name} is {list(tensor.shape)}; the engine takes {list(expected)}.")
+    missing = [spec.name for spec in engine.inputs if not spec.optional and spec.name not in inputs]
+    if missing:
+        raise UnsupportedCall(f"the engine of {engine.component} needs {', '.join(missing)}.")
+    return sizes
+
+
+def unusable(tensor: torch.Tensor) -> str | None:
+    """Why ``tensor`` cannot be a result (NaN, infinite, constant); None if it can."""
+    if tensor.numel() < 2:
+        return None
+    low, high = (float(value) for value in tensor.aminmax())
+    if math.isnan(low) or math.isnan(high):
+        return "NaN"
+    if math.isinf(low) or math.isinf(high):
+        return "infinite values"
+    return f"the constant {low:g}" if low == high else None
