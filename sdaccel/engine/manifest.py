@@ -160,9 +160,9 @@ class EngineManifest:
     """What an engine is: the content of its engine.json.
 
     ``architecture`` is the key of the graph it was built from, ``weights`` the checkpoint component's content hash and
-    ``weights_entries`` the keys of the weights it reads in the store, the converted checkpoint's first, then any that
-    the backend laid out anew. ``created`` is ISO 8601 in UTC, ``build_seconds``
-    wall-clock seconds. ``details`` is free JSON for people and reports; nothing is decided by it.
+    ``weights_entries`` the keys of the weights it reads in the store: the converted checkpoint's first, then any that
+    the backend laid out anew. ``created`` is ISO 8601 in UTC, ``build_seconds`` wall-clock seconds. ``details`` is free
+    JSON for people and reports; nothing is decided by it.
     """
 
     component: str
@@ -204,6 +204,7 @@ class EngineManifest:
         document: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("profiles", "image_profiles", "inputs", "outputs"):
             document[name] = [item.to_json() for item in document[name]]
+        document["weights_entries"] = list(self.weights_entries)
         document["build_seconds"] = float(self.build_seconds)
         return {"format": FORMAT_VERSION, **document}
 
@@ -216,8 +217,10 @@ class EngineManifest:
         if document["format"] != FORMAT_VERSION or isinstance(document["format"], bool):
             raise EngineBroken(f"{where}: format {_short(document['format'])} is not {FORMAT_VERSION}, which we read.")
         profiles = check.list(document["profiles"], "profiles", _profile)
-        if not profiles:
-            check.fail("profiles", [], "at least one profile")
+        weights_entries = check.list(document["weights_entries"], "weights_entries", _Check.hash, most=16)
+        for name, items in (("profiles", profiles), ("weights_entries", weights_entries)):
+            if not items:
+                check.fail(name, [], "a list of at least one")
         return cls(
             component=check.word(document["component"], "component"),
             source=check.one_of(document["source"], SOURCES, "source"),
@@ -226,7 +229,7 @@ class EngineManifest:
             origin=check.text(document["origin"], "origin"),
             architecture=check.hash(document["architecture"], "architecture"),
             weights=check.hash(document["weights"], "weights"),
-            weights_entries=check.list(document["weights_entries"], "weights_entries", _Check.hash, most=16),
+            weights_entries=weights_entries,
             precision=check.word(document["precision"], "precision"),
             backend=check.word(document["backend"], "backend"),
             profiles=profiles,
