@@ -12,7 +12,7 @@ from sdaccel.errors import ModelError
 from sdaccel.models import ldm
 from sdaccel.models.family import EXPECTED, Family, detect_family
 from sdaccel.models.files import TensorFile, read_json, read_tensors
-from sdaccel.models.tensors import Component, TensorRef
+from sdaccel.models.tensors import FLOATS, Component, TensorRef
 
 CONFIGS = Path(__file__).parent / "configs"
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
@@ -56,7 +56,14 @@ def open_single_file(
 
 
 class _SingleFile:
-    def __init__(self, path: Path, file: TensorFile, vae: Component | None, use_ema: bool, prediction_type: str | None):
+    def __init__(
+        self,
+        path: Path,
+        file: TensorFile,
+        vae: Callable[[Family], Component] | None,
+        use_ema: bool,
+        prediction_type: str | None,
+    ):
         self.path = path
         self.file = file
         self.tensors = file.tensors
@@ -198,6 +205,11 @@ class _SingleFile:
 
     def _scheduler(self) -> dict[str, Any]:
         scheduler = published(self.published, "scheduler") | {"prediction_type": self.prediction}
+        if "time_embed.cond_proj.weight" in self.unet_tensors:
+            scheduler["_class_name"] = "LCMScheduler"
+            self.notes.append(
+                "the UNet embeds its guidance scale (a latent consistency model): LCMScheduler is assumed."
+            )
         if "ztsnr" in self.tensors:  # trained with zero terminal SNR (arXiv 2305.08891)
             scheduler |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         return scheduler
@@ -225,12 +237,15 @@ class _SingleFile:
         override = 'override it with prediction_type="epsilon" or "v_prediction".'
         channels = self.unet_tensors["input_blocks.0.0.weight"].shape[1]
         steps = self.file.values.get("global_step")
-        bias = self.unet_tensors.get("output_blocks.11.1.transformer_blocks.0.norm1.bias")
+        last = max(
+            (int(name.split(".")[1]) for name in self.unet_tensors if name.startswith("output_blocks.")), default=0
+        )
+        bias = self.unet_tensors.get(f"output_blocks.{last}.1.transformer_blocks.0.norm1.bias")
         if channels != 4:
             found, why = "epsilon", f"the published {channels}-channel SD 2 models predict epsilon"
         elif steps is not None:
             found, why = "epsilon" if steps == 875000 else "v_prediction", f"global_step is {steps}"
-        elif bias is not None and bias.dtype in ldm.FLOATS:
+        elif bias is not None and bias.dtype in FLOATS:
             spread = float(bias.read().float().std(unbiased=False))
             found = "v_prediction" if spread > 0.09 else "epsilon"
             why = f"the last attention's norm has a spread of {spread:.3f}, v-models have more than 0.09"

@@ -1,0 +1,164 @@
+"""A diffusers pipeline in plain torch from an opened checkpoint: what engines are compared with and fall back to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sdaccel.errors import ModelError
+from sdaccel.models.checkpoint import Checkpoint
+from sdaccel.models.family import Family
+from sdaccel.models.tensors import Component
+
+CLIP_TOKENIZER = "openai/clip-vit-large-patch14"
+
+_PIPELINES = {
+    (False, "text-to-image"): "StableDiffusionPipeline",
+    (False, "inpaint"): "StableDiffusionInpaintPipeline",
+    (False, "8-channel"): "StableDiffusionInstructPix2PixPipeline",
+    (True, "text-to-image"): "StableDiffusionXLPipeline",
+    (True, "inpaint"): "StableDiffusionXLInpaintPipeline",
+    (True, "8-channel"): "StableDiffusionXLInstructPix2PixPipeline",
+}
+
+
+def load_pipeline(checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32, tokenizer: Path | None = None) -> Any:
+    """The checkpoint as a diffusers pipeline on the CPU, without a safety checker.
+
+    Weights already stored as ``dtype`` stay memory-mapped. tokenizer: a tokenizer's folder, or one with tokenizer/ (and
+    tokenizer_2/) in it; a single file has none inside, so it is else looked for beside the file, in the local Hugging
+    Face cache and on the network (openai/clip-vit-large-patch14). Raises ModelError when it is found nowhere.
+    """
+    if checkpoint.path is None:
+        raise ModelError("this checkpoint was opened from a live pipeline.", hint="Use that pipeline itself.")
+    modules = {name: _module(component, dtype) for name, component in checkpoint.components.items()}
+    if checkpoint.kind == "folder":
+        return _from_folder(checkpoint, modules, dtype)
+    return _from_file(checkpoint, modules, tokenizer)
+
+
+def _module(component: Component, dtype: torch.dtype) -> torch.nn.Module:
+    with torch.device("meta"):
+        module = _empty(component)
+    weights = {name: ref.read().to(dtype) for name, ref in component.tensors.items()}
+    wanted = {_in_module(module, component.name, name): tensor for name, tensor in weights.items()}
+    module.load_state_dict(wanted, strict=True, assign=True)
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and name.endswith("position_ids"):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            owner.register_buffer("position_ids", torch.arange(buffer.shape[-1]).expand(buffer.shape), persistent=False)
+    return module.eval().requires_grad_(False)
+
+
+def _empty(component: Component) -> Any:
+    import diffusers
+    import transformers
+
+    if component.name in ("unet", "vae"):
+        kind = diffusers.UNet2DConditionModel if component.name == "unet" else diffusers.AutoencoderKL
+        config = {key: value for key, value in component.config.items() if not key.startswith("_")}
+        return kind.from_config(config)
+    architecture = getattr(transformers, component.config["architectures"][0])
+    return architecture(transformers.CLIPTextConfig.from_dict(component.config))
+
+
+def _in_module(module: torch.nn.Module, component: str, name: str) -> str:
+    """transformers before 5.6 has text_model. in front of every name of a text encoder."""
+    wraps = component.startswith("text_encoder") and hasattr(module, "text_model")
+    return name if not wraps or name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}"
+
+
+# ---- a folder
+
+
+def _from_folder(checkpoint: Checkpoint, modules: dict[str, Any], dtype: torch.dtype) -> Any:
+    from diffusers import DiffusionPipeline
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            pipe = DiffusionPipeline.from_pretrained(
+                str(checkpoint.path),
+                **modules,
+                torch_dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                safety_checker=None,
+                requires_safety_checker=False,
+            )
+    except (OSError, ValueError, AttributeError, ImportError, TypeError) as error:
+        raise ModelError(f"{checkpoint.path}: diffusers cannot load it ({str(error)[:200]}).") from error
+    if pipe.scheduler.config.get("prediction_type") != checkpoint.prediction_type:
+        pipe.scheduler = type(pipe.scheduler).from_config(
+            pipe.scheduler.config, prediction_type=checkpoint.prediction_type
+        )
+    return pipe
+
+
+# ---- a single file
+
+
+def _from_file(checkpoint: Checkpoint, modules: dict[str, Any], tokenizer: Path | None) -> Any:
+    import diffusers
+
+    xl = checkpoint.family.is_xl
+    kind = _PIPELINES.get((xl, checkpoint.variant))
+    if kind is None:
+        raise ModelError(f"{checkpoint.path}: diffusers has no pipeline for a {checkpoint.variant} model.")
+    if checkpoint.family is Family.SDXL_REFINER:
+        kind = "StableDiffusionXLImg2ImgPipeline"
+    scheduler = getattr(diffusers, checkpoint.scheduler["_class_name"]).from_config(checkpoint.scheduler)
+    parts: dict[str, Any] = {"text_encoder": None} | modules | {"scheduler": scheduler}
+    source = _TokenizerSource(checkpoint, tokenizer)
+    parts["tokenizer"] = source.load("tokenizer") if parts["text_encoder"] is not None else None
+    if xl:
+        parts["tokenizer_2"] = source.load("tokenizer_2")
+    else:
+        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    if checkpoint.family is Family.SDXL_REFINER:
+        parts |= {"requires_aesthetics_score": True, "force_zeros_for_empty_prompt": False}
+    return getattr(diffusers, kind)(**parts)
+
+
+class _TokenizerSource:
+    def __init__(self, checkpoint: Checkpoint, given: Path | None):
+        assert checkpoint.path is not None
+        self.checkpoint = checkpoint
+        self.given = Path(given) if given is not None else None
+        self.beside = checkpoint.path.parent
+
+    def load(self, name: str) -> Any:
+        """OpenCLIP's tokenizer (SD 2, SDXL's second) is OpenAI's, padded with "!" instead of the end token."""
+        from transformers import CLIPTokenizer
+
+        pads = {"pad_token": "!"} if name == "tokenizer_2" or self.checkpoint.family is Family.SD2 else {}
+        if self.given is not None and not self.given.is_dir():
+            raise ModelError(f"tokenizer={self.given}: no such folder.")
+        for folder, own in self._folders(name):
+            if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+                settled = own and (folder / "tokenizer_config.json").is_file()
+                return self._checked(CLIPTokenizer.from_pretrained(str(folder), **({} if settled else pads)))
+        if self.given is not None:
+            raise ModelError(f"tokenizer={self.given}: no vocab.json or tokenizer.json in it.")
+        for local in (True, False):
+            with contextlib.suppress(OSError, ValueError):
+                return self._checked(CLIPTokenizer.from_pretrained(CLIP_TOKENIZER, local_files_only=local, **pads))
+        raise ModelError(
+            f"{self.checkpoint.path}: a single file has no tokenizer, and {CLIP_TOKENIZER} could not be downloaded.",
+            hint="Pass tokenizer=<folder with vocab.json and merges.txt>, or put one named tokenizer beside the file.",
+        )
+
+    def _folders(self, name: str) -> list[tuple[Path, bool]]:
+        """Where to look, and whether that place is this very tokenizer's own."""
+        roots = [self.given] if self.given is not None else [self.beside]
+        found = [(root / name, True) for root in roots] + [(root / "tokenizer", name == "tokenizer") for root in roots]
+        return found + ([(self.given, False)] if self.given is not None else [])
+
+    @staticmethod
+    def _checked(tokenizer: Any) -> Any:
+        if tokenizer.model_max_length > 77:
+            tokenizer.model_max_length = 77
+        return tokenizer
