@@ -107,7 +107,7 @@ class OnnxRuntime(Backend):
         """Points each weight of ``model`` at the shared entry where it is unchanged there, else at one of its own."""
         if not data.exists():
             return None
-        laid_out = np.memmap(data, mode="r")
+        laid_out = np.memmap(data, mode="c")
         shared = np.memmap(job.weights.file(weights_file.FILE), mode="r")
         places = weights_file.layout(job.weights)
         own: dict[str, list[onnx.TensorProto]] = {}

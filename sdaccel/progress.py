@@ -1,0 +1,26 @@
+"""The progress bar of long work in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+@contextmanager
+def terminal_progress(*, enabled: bool | None = None) -> Iterator[Callable[[str, float], None]]:
+    """A callback (stage, fraction done) that draws a bar with the time left on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    shown = console.is_terminal if enabled is None else enabled
+    columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=console, disable=not shown, transient=True
+    ) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def report(stage: str, fraction: float) -> None:
+            bar.update(task, description=stage, completed=fraction)
+
+        yield report
