@@ -135,8 +135,7 @@ def _write(
         file.write(header)
         for name, place in places.items():
             for piece in _pieces(tensors[name].read()):
-                converted = _convert(piece, DTYPES[place.dtype], f"{owner} {name}", precision)
-                done += file.write(converted.reshape(-1).view(torch.uint8).numpy())
+                done += file.write(_converted(piece, DTYPES[place.dtype], f"{owner} {name}", precision))
                 if progress is not None:
                     progress(done, total)
     if done != total:
@@ -179,23 +178,24 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if rows:
             yield from tensor.split(rows)
         else:
-            for row in tensor:
+            for row in tensor.unbind():
                 yield from _pieces(row)
 
 
-def _convert(piece: torch.Tensor, dtype: torch.dtype, name: str, precision: str) -> torch.Tensor:
-    """``piece`` in ``dtype``, contiguous on the CPU. Raises ModelError if a finite value leaves the type's range."""
-    piece = piece.detach()
-    result = piece.to("cpu", dtype).contiguous()
-    if result.is_floating_point() and torch.finfo(dtype).max < torch.finfo(piece.dtype).max:
-        lost = torch.isinf(result) & ~torch.isinf(piece.cpu())
+def _converted(piece: torch.Tensor, dtype: torch.dtype, name: str, precision: str) -> memoryview:
+    """The bytes of ``piece`` in ``dtype``. Raises ModelError if a finite value leaves the type's range."""
+    piece = piece.detach().cpu()
+    result = piece.to(dtype).contiguous()
+    if dtype != piece.dtype and dtype.is_floating_point and torch.isinf(result).any():
+        lost = torch.isinf(result) & ~torch.isinf(piece)
         if lost.any():
-            value = piece.cpu()[lost].flatten()[0].item()
             raise ModelError(
-                f"{name} holds {value:g}, beyond the largest number of {precision} ({torch.finfo(dtype).max:g}).",
+                f"{name} holds {piece[lost][0].item():g}, beyond the largest number of {precision} "
+                f"({torch.finfo(dtype).max:g}).",
                 hint="Build with --precision bf16 or fp32.",
             )
-    return result
+    flat = result.as_strided((result.numel(),), (1,))  # a dimension of 1 may have any stride, which view() refuses
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def layout(entry: Entry) -> dict[str, TensorPlace]:

@@ -195,6 +195,36 @@ def test_a_broken_entry_is_made_anew(store, caplog):
     store.open_engine(key)
 
 
+def test_all_is_on_the_disk_before_it_gets_its_name(store, monkeypatch):
+    calls: list[tuple[str, str]] = []
+
+    def noting(name, subject):
+        real = getattr(disk, name)
+
+        def call(*arguments):
+            calls.append((name, subject(*arguments)))
+            return real(*arguments)
+
+        monkeypatch.setattr(disk, name, call)
+
+    noting("fsync", lambda file: Path(file.name).name)
+    noting("fsync_folder", lambda path: path.name if path.name in store.KINDS else "draft")
+    noting("rename", lambda old, new: new.parent.name)
+    build(store)
+    for kind, names in (
+        ("weights", {"weights.safetensors", "weights.json"}),
+        ("graphs", {"graph.onnx", "graph.json"}),
+        ("engines", {"model.onnx", "empty.bin", "engine.json"}),
+    ):
+        end = calls.index(("fsync_folder", kind))
+        *files, folder, rename = calls[:end]
+        assert {name for call, name in files if call == "fsync"} == names
+        assert len(files) == len(names) and files[-1][1].endswith(".json")  # the manifest last
+        assert (folder, rename) == (("fsync_folder", "draft"), ("rename", kind))
+        del calls[: end + 1]
+    assert calls == []
+
+
 def test_a_file_changed_after_its_writer_closed_is_hashed_again(store):
     def fill(draft):
         with draft.create("a.bin") as file:
