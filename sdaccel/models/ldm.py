@@ -402,7 +402,7 @@ def infer_unet(shapes: Shapes, template: Config) -> dict[str, Any]:
     channels: list[int] = []
     layers: list[int] = []
     down_depth: list[list[int]] = []
-    for block in range(1, _count(shapes, "input_blocks")):
+    for block in range(1, children(shapes, "input_blocks")):
         if f"input_blocks.{block}.0.op.weight" in shapes:
             channels, layers, down_depth = [*channels, 0], [*layers, 0], [*down_depth, []]
             continue
@@ -410,7 +410,7 @@ def infer_unet(shapes: Shapes, template: Config) -> dict[str, Any]:
             channels, layers, down_depth = [0], [0], [[]]
         channels[-1] = _shape(shapes, f"input_blocks.{block}.0.in_layers.2.weight", 4)[0]
         layers[-1] += 1
-        down_depth[-1].append(_count(shapes, f"input_blocks.{block}.1.transformer_blocks"))
+        down_depth[-1].append(children(shapes, f"input_blocks.{block}.1.transformer_blocks"))
     levels = len(channels)
     if not levels or not all(channels):
         raise ModelError("the UNet's input blocks are incomplete.")
@@ -418,12 +418,12 @@ def infer_unet(shapes: Shapes, template: Config) -> dict[str, Any]:
     block = 0
     for level in reversed(range(levels)):
         blocks = range(block, block + layers[level] + 1)
-        up_depth.append([_count(shapes, f"output_blocks.{index}.1.transformer_blocks") for index in blocks])
+        up_depth.append([children(shapes, f"output_blocks.{index}.1.transformer_blocks") for index in blocks])
         block = blocks.stop
     context = {shape[-1] for name, shape in shapes.items() if name.endswith("attn2.to_k.weight") and len(shape) == 2}
     if len(context) != 1:
         raise ModelError(f"the UNet has {len(context)} widths of cross-attention instead of one.")
-    middle = _count(shapes, "middle_block.1.transformer_blocks")
+    middle = children(shapes, "middle_block.1.transformer_blocks")
     projections = [shape for name, shape in shapes.items() if name.endswith("1.proj_in.weight")]
     linear = bool(projections) and len(projections[0]) == 2
 
@@ -437,7 +437,7 @@ def infer_unet(shapes: Shapes, template: Config) -> dict[str, Any]:
     config["cross_attention_dim"] = context.pop()
     config["use_linear_projection"] = linear
     if not middle:
-        config["mid_block_type"] = "UNetMidBlock2D" if _count(shapes, "middle_block") else None
+        config["mid_block_type"] = "UNetMidBlock2D" if children(shapes, "middle_block") else None
     config |= _depths(down_depth, middle, up_depth)
     if isinstance(template.get("attention_head_dim"), (list, tuple)):  # the number of heads, despite its name
         config["attention_head_dim"] = [max(width // 64, 1) for width in channels]
@@ -475,14 +475,14 @@ def infer_vae(shapes: Shapes, template: Config) -> dict[str, Any]:
     """The VAE's config, from shapes in the original layout or in diffusers' own."""
     original = any(name.startswith("encoder.down.") for name in shapes)
     level, block = ("encoder.down.", ".block") if original else ("encoder.down_blocks.", ".resnets")
-    levels = _count(shapes, level.rstrip("."))
+    levels = children(shapes, level.rstrip("."))
     if not levels:
         raise ModelError("the VAE has no encoder.")
     config = dict(template)
     config["block_out_channels"] = [
         _shape(shapes, f"{level}{index}{block}.0.conv1.weight", 4)[0] for index in range(levels)
     ]
-    config["layers_per_block"] = _count(shapes, f"{level}0{block}")
+    config["layers_per_block"] = children(shapes, f"{level}0{block}")
     config["down_block_types"] = ["DownEncoderBlock2D"] * levels
     config["up_block_types"] = ["UpDecoderBlock2D"] * levels
     config["in_channels"] = _shape(shapes, "encoder.conv_in.weight", 4)[1]
@@ -501,7 +501,7 @@ def infer_clip(shapes: Shapes, template: Config) -> dict[str, Any]:
     config["vocab_size"] = vocabulary
     config["hidden_size"] = width
     config["max_position_embeddings"] = _shape(shapes, "text_model.embeddings.position_embedding.weight", 2)[0]
-    config["num_hidden_layers"] = _count(shapes, "text_model.encoder.layers")
+    config["num_hidden_layers"] = children(shapes, "text_model.encoder.layers")
     config["intermediate_size"] = _shape(shapes, "text_model.encoder.layers.0.mlp.fc1.weight", 2)[0]
     config["num_attention_heads"] = max(width // 64, 1)
     if has_projection(config):
@@ -516,12 +516,12 @@ def open_clip_layers(names: Iterable[str], projects: bool) -> int:
     have 23 and no text_projection.
     """
     names = set(names)
-    blocks = _count({name: () for name in names}, "transformer.resblocks")
+    blocks = children({name: () for name in names}, "transformer.resblocks")
     whole = "text_projection" in names or blocks == 24
     return blocks if projects or not whole else blocks - 1
 
 
-def _count(shapes: Shapes, prefix: str) -> int:
+def children(shapes: Shapes, prefix: str) -> int:
     """How many numbered children the prefix has: 1 + the highest number."""
     start = len(prefix) + 1
     numbers = {name[start:].split(".", 1)[0] for name in shapes if name.startswith(f"{prefix}.")}
