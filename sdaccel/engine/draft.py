@@ -17,6 +17,8 @@ from sdaccel.engine.entry import CHUNK, MANIFESTS, FileInfo, file_info, plain_fi
 from sdaccel.engine.manifest import seal, unseal
 from sdaccel.errors import EngineBroken, StoreError
 
+_STEP = 1 << 20  # bytes that are written and then hashed while they are still in the processor's cache
+
 
 class Draft:
     """A folder that becomes an entry. Write flat, plain files into ``path``, big ones through `create`."""
@@ -123,7 +125,7 @@ class Writer:
         view = view.cast("B")
         start = 0
         while start < len(view):
-            part = view[start : start + CHUNK - self.size % CHUNK]
+            part = view[start : start + min(_STEP, CHUNK - self.size % CHUNK)]
             self._draft.doing(self.path, max(self._expected - self.size, len(part)))
             with self._clear_errors():
                 disk.write(self._file, part)

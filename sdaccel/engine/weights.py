@@ -28,7 +28,7 @@ LAYOUT_VERSION = 1
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _ALIGN = 64
-_PIECE = 4 << 20  # elements converted at a time: at most 64 MiB of copies
+_PIECE = 1 << 20  # elements converted at a time: at most 16 MiB of copies
 _MAX_HEADER = 100 << 20
 _NAMES = {
     torch.float64: "F64",
@@ -186,7 +186,7 @@ def _converted(piece: torch.Tensor, dtype: torch.dtype, name: str, precision: st
     """The bytes of ``piece`` in ``dtype``. Raises ModelError if a finite value leaves the type's range."""
     piece = piece.detach().cpu()
     result = piece.to(dtype).contiguous()
-    if dtype != piece.dtype and dtype.is_floating_point and torch.isinf(result).any():
+    if _may_overflow(piece, dtype):
         lost = torch.isinf(result) & ~torch.isinf(piece)
         if lost.any():
             raise ModelError(
@@ -196,6 +196,13 @@ def _converted(piece: torch.Tensor, dtype: torch.dtype, name: str, precision: st
             )
     flat = result.as_strided((result.numel(),), (1,))  # a dimension of 1 may have any stride, which view() refuses
     return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _may_overflow(piece: torch.Tensor, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or not piece.numel() or torch.finfo(piece.dtype).max <= torch.finfo(dtype).max:
+        return False
+    low, high = (extreme.item() for extreme in torch.aminmax(piece))
+    return not -torch.finfo(dtype).max <= low <= high <= torch.finfo(dtype).max  # NaN: look closer
 
 
 def layout(entry: Entry) -> dict[str, TensorPlace]:
