@@ -213,11 +213,28 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 def _clean(model: ir.Model) -> None:
     """Folds all that no input reaches, turns sequences into Split, drops what does nothing. Exact; weights stay."""
     from onnxscript import optimizer, rewriter
+    from onnxscript.rewriter.rules import common as rules
 
+    exact = (
+        rules.add_0_rule,
+        rules.sub_0_rule,
+        rules.mul_by_1_rule,
+        rules.div_by_1_rule,
+        rules.no_op_cast_rule,
+        rules.no_op_expand_rule,
+        rules.no_op_transpose_rule,
+        rules.transpose_transpose_rule,
+        rules.collapse_slice_rule,
+        rules.collapse_slice2_rule,
+        rules.squeeze_reshape_1d_rule,
+        rules.unsqueeze_unsqueeze_rule,
+        rules.normalize_pad_format_conv_rule,
+        rules.fuse_pad_into_conv_rule,
+    )
     common.InlinePass()(model)
     for _ in range(3):
         changed = optimizer.fold_constants_ir(model, onnx_shape_inference=True).modified
-        rewriter.rewrite(model)
+        rewriter.rewrite(model, pattern_rewrite_rules=exact)
         changed |= bool(common.IdentityEliminationPass()(model).modified)
         changed |= bool(common.CommonSubexpressionEliminationPass()(model).modified)
         common.RemoveUnusedNodesPass()(model)

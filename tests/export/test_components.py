@@ -66,7 +66,7 @@ def test_residuals_are_what_the_down_path_makes(name):
 
 @pytest.mark.parametrize("model", list(shapes.UNETS))
 def test_test_shapes_are_those_of_published_configs(model):
-    want, config = shapes.UNETS[model], published({"sd21": "sd21"}.get(model, model), "unet")
+    want, config = shapes.UNETS[model], published(model, "unet")
     levels = len(config["block_out_channels"])
     heads = config["attention_head_dim"]
     heads = [heads] * levels if isinstance(heads, int) else heads

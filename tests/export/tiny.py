@@ -24,12 +24,12 @@ SD1: dict[str, Any] = {
     "norm_num_groups": 4,
 }
 SD2 = {**SD1, "attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True}
-# Three levels, so that an odd side is halved twice, and as many transformers a level as SDXL has kinds of.
+# Three levels, so that an odd side is halved twice, and more than one transformer a block.
 SDXL = {
     **SD2,
     "block_out_channels": [8, 16, 16],
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "down_block_types": ["DownBlock2D", "DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D", "UpBlock2D"],
     "attention_head_dim": [2, 4, 4],
     "transformer_layers_per_block": [1, 1, 2],
     "addition_embed_type": "text_time",
@@ -44,9 +44,11 @@ REFINER = {
     "addition_time_embed_dim": 4,
     "projection_class_embeddings_input_dim": 10 + 5 * 4,
 }
-INPAINT = {**SD1, "in_channels": 9}
-EIGHT_CHANNELS = {**SD1, "in_channels": 8}
-LCM = {**SD1, "time_cond_proj_dim": 6}
+# Variants differ at the edges of the network alone: attention in the middle block will do.
+SMALL = {**SD1, "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
+INPAINT = {**SMALL, "in_channels": 9}
+EIGHT_CHANNELS = {**SMALL, "in_channels": 8}
+LCM = {**SMALL, "time_cond_proj_dim": 6}
 UNETS = {
     "sd1": SD1,
     "sd2": SD2,
