@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sdaccel.errors import ModelError, PickleRefused
-from sdaccel.models.tensors import NAMES, TensorRef, looks_like, read_header
+from sdaccel.models.tensors import NAMES, TensorRef, looks_like, read_header, stamp
 
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 MAX_JSON = 64 << 20
@@ -32,7 +32,11 @@ def read_tensors(path: Path, allow_pickle: bool) -> TensorFile:
             raise refused(path.name, path.parent)
         return _read_pickle(path)
     entries, metadata = read_header(path)
-    found = {name: TensorRef(name, entry.dtype, entry.shape, path, entry.offset) for name, entry in entries.items()}
+    opened = stamp(path.stat())
+    found = {
+        name: TensorRef(name, entry.dtype, entry.shape, path, entry.offset, stamp=opened)
+        for name, entry in entries.items()
+    }
     return TensorFile(found, metadata, {})
 
 

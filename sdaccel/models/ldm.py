@@ -88,11 +88,13 @@ def _unet(config: Config) -> Iterator[Place]:
     for key, allowed in _DEFAULTS.items():
         if config.get(key, allowed[-1]) not in allowed and config.get(key) is not None:
             raise Unmodelled(f"the UNet's {key} is {config[key]!r}.")
-    channels = list(config["block_out_channels"])
+    channels = [int(width) for width in config["block_out_channels"]]
     levels = len(channels)
     down, up = config["down_block_types"], config["up_block_types"]
-    if not set(down) <= set(_DOWN) or not set(up) <= set(_UP) or len(down) != levels or len(up) != levels:
-        raise Unmodelled(f"the UNet's blocks are {down} and {up} for {levels} levels.")
+    if len(down) != levels or len(up) != levels:
+        raise ValueError(f"{len(down)} down and {len(up)} up blocks for {levels} levels")
+    if not set(down) <= set(_DOWN) or not set(up) <= set(_UP):
+        raise Unmodelled(f"the UNet's blocks are {down} and {up}.")
     layers = _per_level(config.get("layers_per_block", 2), levels)
     context = _per_level(config["cross_attention_dim"], levels)
     depth = _per_level(config.get("transformer_layers_per_block", 1), levels)
@@ -210,7 +212,7 @@ def _transformer(name: str, ldm: str, width: int, depth: int, context: int, line
 
 
 def _vae(config: Config) -> Iterator[Place]:
-    channels = list(config["block_out_channels"])
+    channels = [int(width) for width in config["block_out_channels"]]
     layers = int(config.get("layers_per_block", 1))
     latent = int(config["latent_channels"])
     for key, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):

@@ -397,7 +397,10 @@ _PARTS_ALONE = (
         "a VAE alone",
         "Open a checkpoint and give this file as vae=….",
     ),
-    _Kind(r"^(?:text_model|transformer|cond_stage_model|conditioner)\.", "a text encoder alone"),
+    _Kind(
+        r"^(?:text_model|transformer|cond_stage_model|conditioner|embeddings\.token_embedding)\.",
+        "a text encoder alone",
+    ),
 )
 
 

@@ -10,7 +10,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -216,6 +216,8 @@ class TensorRef:
     source: Path | torch.Tensor
     offset: int = 0
     transposed: bool = False
+    stamp: tuple[int, int] | None = None
+    """Size and time of change (ns) that the file had when it was opened."""
 
     @property
     def count(self) -> int:
@@ -229,14 +231,14 @@ class TensorRef:
         """The tensor on the CPU, contiguous, in its own dtype.
 
         A file's pages are mapped, not copied, except when transposed or not aligned to the dtype. Writing into the
-        result never reaches the file. Raises ModelError when the file is gone or shorter than it was.
+        result never reaches the file. Raises ModelError when the file is gone or has changed since.
         """
         if isinstance(self.source, torch.Tensor):
             tensor = self.source.detach().to("cpu")
             return (tensor.t() if self.transposed else tensor.reshape(self.shape)).contiguous()
         if not self.count:
             return torch.empty(self.shape, dtype=FLOATS[self.dtype])
-        pages = _pages(self.source)
+        pages = _pages(self.source, self.stamp)
         if len(pages) < self.offset + self.nbytes:
             raise _changed(self.source)
         tensor = torch.frombuffer(pages, dtype=FLOATS[self.dtype], count=self.count, offset=self.offset)
@@ -256,6 +258,8 @@ class TensorRef:
             return
         try:
             with self.source.open("rb") as file:
+                if self.stamp and self.stamp != stamp(os.fstat(file.fileno())):
+                    raise _changed(self.source)
                 file.seek(self.offset)
                 for start in range(0, self.count, step):
                     buffer = bytearray(min(step, self.count - start) * size)
@@ -269,20 +273,26 @@ class TensorRef:
         """Rows of the stored matrix or vector (query, key and value are often kept as one)."""
         shape = (stop - start, *self.shape[1:])
         if isinstance(self.source, torch.Tensor):
-            return TensorRef(name, self.dtype, shape, self.source[start:stop])
+            return replace(self, name=name, shape=shape, source=self.source[start:stop])
         offset = self.offset + start * prod(self.shape[1:]) * ITEM_SIZES[self.dtype]
-        return TensorRef(name, self.dtype, shape, self.source, offset)
+        return replace(self, name=name, shape=shape, offset=offset)
 
 
 _mappings: weakref.WeakValueDictionary[tuple, mmap.mmap] = weakref.WeakValueDictionary()
 
 
-def _pages(path: Path) -> mmap.mmap:
+def stamp(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
+
+
+def _pages(path: Path, expected: tuple[int, int] | None) -> mmap.mmap:
     """The file mapped copy-on-write, shared by all its tensors: a stray write hits neither the file nor the process."""
     try:
         with path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            key = (path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            found = os.fstat(file.fileno())
+            if expected and expected != stamp(found):
+                raise _changed(path)
+            key = (path, found.st_dev, found.st_ino, *stamp(found))
             pages = _mappings.get(key)
             if pages is None:
                 try:
@@ -296,7 +306,7 @@ def _pages(path: Path) -> mmap.mmap:
 
 
 def _changed(path: Path) -> ModelError:
-    return ModelError(f"{path}: shorter than when it was opened.", hint="Open the model again.")
+    return ModelError(f"{path}: changed since it was opened.", hint="Open the model again.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +355,7 @@ def _digest(ref: TensorRef) -> str:
 
 
 def canonical_dtype(ref: TensorRef) -> torch.dtype:
-    """The first of fp16, bf16, fp32 that holds every value of the tensor, NaN and the sign of zero included."""
+    """The first of fp16, bf16, fp32 that holds every value of the tensor; with NaN in it, the one it is stored in."""
     for dtype in FLOATS.values():
         if dtype == FLOATS[ref.dtype] or all(_holds(dtype, chunk) for chunk in ref.chunks()):
             return dtype
@@ -353,5 +363,4 @@ def canonical_dtype(ref: TensorRef) -> torch.dtype:
 
 
 def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
-    back = values.to(dtype).to(values.dtype)
-    return torch.equal(back.view(torch.uint8), values.contiguous().view(torch.uint8))
+    return torch.equal(values.to(dtype).to(values.dtype), values)  # NaN equals nothing, and zero keeps its sign
