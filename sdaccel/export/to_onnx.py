@@ -431,36 +431,37 @@ def check_graph(
 ) -> list[CheckResult]:
     """Runs ``run`` and torch on the same random inputs at several small shapes (`ComponentSpec.shapes` by default).
 
-    torch computes in float32 on weights mapped from ``weights_path``, not copied (unless they are stored in half
-    precision). At the last shape the optional inputs are given too, unless ``optional`` is False. Returns the largest
-    error of each shape; raises ExportError naming shape, output and error above ``limit`` (or where either is NaN).
+    torch goes first, in float32 on weights mapped from ``weights_path`` (copied only if stored in half precision), and
+    has let go of them when ``run`` is called for the first time: the two never hold the weights together. At the last
+    shape the optional inputs are given too, unless ``optional`` is False. Returns the largest error of each shape;
+    raises ExportError naming shape, output and error above ``limit`` (or where either is NaN).
     """
     spec = component_spec(component, config)
-    shapes = list(shapes or spec.shapes)
+    cases = []
     module = _loaded(spec, weights_path, layout)
-    results = []
-    for index, shape in enumerate(shapes):
-        given = optional and index == len(shapes) - 1 and any(tensor.optional for tensor in spec.inputs)
+    sizes = list(shapes or spec.shapes)
+    for index, shape in enumerate(sizes):
+        given = optional and index == len(sizes) - 1 and any(tensor.optional for tensor in spec.inputs)
         inputs = spec.random_inputs(shape, seed=index, optional=given)
-        found = run(inputs)
-        results.append(_compare(spec, module, dict(shape), given, inputs, found, limit))
+        with torch.inference_mode():
+            expected = module(*(inputs[t.name] if t.name in inputs else _default(t) for t in spec.inputs))
+        cases.append((dict(shape), given, inputs, expected))
     del module
     gc.collect()
-    return results
+    return [
+        _compare(spec, shape, given, expected, run(inputs), limit=limit) for shape, given, inputs, expected in cases
+    ]
 
 
 def _compare(
     spec: ComponentSpec,
-    module: torch.nn.Module,
     shape: dict[str, int],
     given: bool,
-    inputs: dict[str, torch.Tensor],
+    expected: Sequence[torch.Tensor],
     found: Mapping[str, torch.Tensor],
+    *,
     limit: float,
 ) -> CheckResult:
-    arguments = [inputs[t.name] if t.name in inputs else _default(t) for t in spec.inputs]
-    with torch.inference_mode():
-        expected = module(*arguments)
     where = " ".join(f"{axis}={size}" for axis, size in shape.items()) + (" with optional inputs" if given else "")
     worst = CheckResult(shape, given, "", 0.0)
     for tensor, reference in zip(spec.outputs, expected, strict=True):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from dataclasses import replace
 
 import onnx
@@ -228,6 +229,25 @@ def test_check_refuses_nan_a_missing_output_and_a_wrong_shape(exported):
         check_graph(lambda inputs: {}, *arguments)
     with pytest.raises(ExportError, match=r"gave image as \(1, 3, 64\)"):
         check_graph(lambda inputs: {"image": model.run(inputs)["image"][..., 0]}, *arguments)
+
+
+def test_torch_has_let_go_of_the_weights_before_the_engine_runs(exported, monkeypatch):
+    model = exported("vae_encoder")
+    loaded = to_onnx._loaded
+    modules = []
+
+    def watched(*args):
+        module = loaded(*args)
+        modules.append(weakref.ref(module))
+        return module
+
+    monkeypatch.setattr(to_onnx, "_loaded", watched)
+
+    def run(inputs):
+        assert [module() for module in modules] == [None]
+        return model.run(inputs)
+
+    check_graph(run, model.component, model.config, model.weights, model.layout)
 
 
 def test_check_reads_half_precision_weights(exported, tmp_path):
