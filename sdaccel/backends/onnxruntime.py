@@ -12,6 +12,7 @@ import platform
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,22 +108,20 @@ class OnnxRuntime(Backend):
         """Points each weight of ``model`` at the shared entry where it is unchanged there, else at one of its own."""
         if not data.exists():
             return None
-        laid_out = np.memmap(data, mode="c")
-        shared = np.memmap(job.weights.file(weights_file.FILE), mode="r")
+        shared = job.weights.file(weights_file.FILE)
         places = weights_file.layout(job.weights)
         own: dict[str, list[onnx.TensorProto]] = {}
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, _InFile] = {}
         for tensor in _external(model):
             offset, length = _extent(tensor)
-            found = laid_out[offset : offset + length]
+            found = _read(data, offset, length)
             place = places.get(tensor.name)
-            if place is not None and np.array_equal(found, shared[place.offset : place.offset + place.nbytes]):
+            if place is not None and np.array_equal(found, _read(shared, place.offset, place.nbytes)):
                 _place(tensor, job.weights.key, place.offset, length)
                 continue
             name = hashlib.sha256(found).hexdigest()
             own.setdefault(name, []).append(tensor)
-            dtype = weights_file.DTYPES[_SAFETENSORS[tensor.data_type]]
-            tensors[name] = torch.from_numpy(found).view(dtype).view(tuple(tensor.dims))
+            tensors[name] = _InFile(data, offset, length, _SAFETENSORS[tensor.data_type], tuple(tensor.dims))
         if not own:
             return None
         identity = {
@@ -182,6 +181,25 @@ class _Session(LoadedEngine):
         except _ERRORS as error:
             raise BackendError(f"ONNX Runtime could not run the engine: {error}") from error
         return {name: torch.from_numpy(result) for name, result in zip(names, results, strict=True)}
+
+
+@dataclass(frozen=True)
+class _InFile:
+    """A tensor as it lies in a file, read when it is wanted."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        data = torch.from_numpy(_read(self.path, self.offset, self.nbytes))
+        return data.view(weights_file.DTYPES[self.dtype]).view(self.shape)
+
+
+def _read(path: Path, offset: int, length: int) -> np.ndarray:
+    return np.fromfile(path, np.uint8, length, offset=offset)
 
 
 def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:

@@ -58,7 +58,6 @@ def unseal(data: bytes, where: object = "manifest") -> dict[str, Any]:
     try:
         document = json.loads(
             data.decode(),
-            object_pairs_hook=_pairs,
             parse_int=_integer,
             parse_float=_float,
             parse_constant=_constant,
@@ -77,15 +76,8 @@ def unseal(data: bytes, where: object = "manifest") -> dict[str, Any]:
     return document
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("a key stands twice")
-    return document
-
-
 def _integer(text: str) -> int:
-    if len(text) > 20:
+    if len(text) > 20:  # a million digits would take minutes
         raise ValueError("a number is too large")
     return int(text)
 

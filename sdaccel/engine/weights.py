@@ -89,41 +89,33 @@ def publish_weights(
     return store.publish("weights", key, fill, timeout=timeout, waiting=waiting)
 
 
-def publish_tensors(store: Store, key: str, tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> Entry:
+def publish_tensors(store: Store, key: str, tensors: Mapping[str, Readable], about: Mapping[str, Any]) -> Entry:
     """A weights entry of tensors that a backend laid out in its own way, as they are. ``about`` is its manifest."""
 
     def fill(draft: Draft) -> dict[str, Any]:
-        refs = {name: _Whole(tensor) for name, tensor in tensors.items()}
-        total = _write(draft, "packed", {name: _NAMES[tensor.dtype] for name, tensor in tensors.items()}, refs)
+        total = _write(draft, "packed", {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
         return {**about, "tensors": len(tensors), "nbytes": total}
 
     return store.publish("weights", key, fill)
 
 
-class _Readable(Protocol):
+class Readable(Protocol):
+    """A tensor to be stored; ``dtype`` as safetensors names it."""
+
+    @property
+    def dtype(self) -> str: ...
+
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class _Whole:
-    tensor: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def read(self) -> torch.Tensor:
-        return self.tensor
-
-
 def _write(
     draft: Draft,
     owner: str,
     types: Mapping[str, str],
-    tensors: Mapping[str, _Readable],
+    tensors: Mapping[str, Readable],
     precision: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
@@ -143,7 +135,7 @@ def _write(
     return total
 
 
-def _plan(types: Mapping[str, str], tensors: Mapping[str, _Readable]) -> tuple[dict[str, TensorPlace], bytes]:
+def _plan(types: Mapping[str, str], tensors: Mapping[str, Readable]) -> tuple[dict[str, TensorPlace], bytes]:
     """Each tensor's place in the order of the file, and the bytes before the first."""
     relative: dict[str, TensorPlace] = {}
     begin = 0

@@ -18,6 +18,7 @@ from sdaccel.engine.weights import FILE, layout, publish_tensors, publish_weight
 from sdaccel.errors import Cancelled, EngineBroken, ModelError
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
+NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def test_a_component_that_reads_otherwise_than_it_says_is_refused(store):
 
 def test_tensors_of_a_backend_are_kept_as_they_are(store):
     tensors = {"packed": torch.arange(12, dtype=torch.uint8), "w": torch.randn(3, 3), "flag": torch.tensor([True])}
-    entry = publish_tensors(store, "a" * 64, tensors, {"packed_for": "someone"})
+    entry = publish_tensors(store, "a" * 64, {name: Ref(tensor) for name, tensor in tensors.items()}, {"packed_for": "someone"})
     assert entry.manifest["packed_for"] == "someone"
     loaded = safetensors.torch.load_file(entry.file(FILE))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
