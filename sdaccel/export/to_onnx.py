@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import re
+import threading
 import time
 import warnings
 from collections import Counter
@@ -39,6 +40,9 @@ OPSET = 23
 WEIGHTS_FILE = "weights.safetensors"
 GRAPH_FILE = "graph.onnx"
 MAX_ABS = 1e-4
+
+# The default dtype, log handlers and warning filters are the process's: one thread at a time may borrow them.
+_EXPORTING = threading.Lock()
 
 Progress = Callable[[str, float], None]
 Runner = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -75,7 +79,7 @@ def export_graph(component: str, config: Mapping[str, Any], *, progress: Progres
     report = progress or (lambda stage, fraction: None)
     spec = component_spec(component, config)
     report(f"{component}: building the module", 0.0)
-    with _quiet() as said:
+    with _EXPORTING, _plain_torch(), _quiet() as said:
         try:
             program = _trace(spec, report)
             report(f"{component}: converting to ONNX", 0.4)
@@ -112,7 +116,7 @@ def export_graph(component: str, config: Mapping[str, Any], *, progress: Progres
 def _trace(spec: ComponentSpec, report: Progress) -> torch.export.ExportedProgram:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with _default_dtype(torch.float32), FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         module = spec.build_module()
         # An optional input is traced as what it is when left out: one zero for each axis that broadcasts.
         arguments = tuple(
@@ -315,11 +319,13 @@ def _quiet() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _plain_torch() -> Iterator[None]:
+    """float32 on the CPU, whatever default type, device, autocast or grad mode the host has set."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            yield
     finally:
         torch.set_default_dtype(before)
 
@@ -438,15 +444,16 @@ def check_graph(
     """
     spec = component_spec(component, config)
     cases = []
-    module = _loaded(spec, weights_path, layout)
     sizes = list(shapes or spec.shapes)
-    for index, shape in enumerate(sizes):
-        given = optional and index == len(sizes) - 1 and any(tensor.optional for tensor in spec.inputs)
-        inputs = spec.random_inputs(shape, seed=index, optional=given)
-        with torch.inference_mode():
-            expected = module(*(inputs[t.name] if t.name in inputs else _default(t) for t in spec.inputs))
-        cases.append((dict(shape), given, inputs, expected))
-    del module
+    with _EXPORTING, _plain_torch():
+        module = _loaded(spec, weights_path, layout)
+        for index, shape in enumerate(sizes):
+            given = optional and index == len(sizes) - 1 and any(tensor.optional for tensor in spec.inputs)
+            inputs = spec.random_inputs(shape, seed=index, optional=given)
+            with torch.no_grad():
+                expected = module(*(inputs[t.name] if t.name in inputs else _default(t) for t in spec.inputs))
+            cases.append((dict(shape), given, inputs, expected))
+        del module
     gc.collect()
     return [
         _compare(spec, shape, given, expected, run(inputs), limit=limit) for shape, given, inputs, expected in cases
@@ -484,7 +491,7 @@ def _compare(
 
 def _loaded(spec: ComponentSpec, weights_path: Path, layout: Mapping[str, Any]) -> torch.nn.Module:
     """The torch module in float32 on weights mapped from the file."""
-    with torch.device("meta"), _default_dtype(torch.float32):
+    with torch.device("meta"):
         module = spec.build_module()
     size = Path(weights_path).stat().st_size
     data = torch.from_file(str(weights_path), shared=False, size=size, dtype=torch.uint8)

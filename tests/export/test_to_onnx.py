@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import pytest
 import torch
 
+import sdaccel
 from sdaccel.engine.manifest import TensorSpec
 from sdaccel.engine.store import Store
 from sdaccel.errors import Cancelled, ExportError
@@ -317,16 +322,46 @@ def test_exporter_is_silent_and_its_words_are_in_the_error(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_export_leaves_the_process_as_it_was(capfd):
+def test_export_neither_heeds_nor_changes_the_hosts_settings(capfd):
+    plain = to_onnx.export_graph("text_encoder", SHORT_TEXT)
     generator = torch.random.get_rng_state()
     handlers = logging.getLogger("torch").handlers[:]
     torch.set_default_dtype(torch.float64)
     try:
-        graph = to_onnx.export_graph("text_encoder", SHORT_TEXT)
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+            graph = to_onnx.export_graph("text_encoder", SHORT_TEXT)
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {t.data_type for t in graph.graph.initializer if t.data_location == 1} == {onnx.TensorProto.FLOAT}
+    assert graph.SerializeToString(deterministic=True) == plain.SerializeToString(deterministic=True)
     assert torch.equal(torch.random.get_rng_state(), generator)
     assert logging.getLogger("torch").handlers == handlers
     assert capfd.readouterr() == ("", "")
+
+
+# Real sizes
+
+PEAK = """
+import json, resource, sys, time
+from pathlib import Path
+from sdaccel.export.to_onnx import describe_graph, export_graph
+config = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+start = time.monotonic()
+graph = export_graph("unet", config)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform != "darwin" else 2**30)
+found = {"gib": peak, "seconds": time.monotonic() - start, "bytes": graph.ByteSize()}
+print(json.dumps({**found, **describe_graph(graph)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "weights"), [("sd15", 686), ("sdxl", 1680)])
+def test_real_unets_export_in_two_gib(model, weights):
+    pytest.importorskip("resource")
+    config = Path(sdaccel.__file__).parent / "models" / "configs" / model / "unet.json"
+    child = subprocess.run([sys.executable, "-c", PEAK, str(config)], capture_output=True, text=True, check=True)
+    found = json.loads(child.stdout)
+    print(found)
+    assert found["gib"] <= 2
+    assert found["weights"] == weights
+    assert found["bytes"] <= 4 << 20
