@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ __all__ = ["Checkpoint", "Component", "HeaderEntry", "TensorRef", "open_checkpoi
 
 COMPONENTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
-Source = Any  # str | Path | a diffusers pipeline
+Source = Any  # a path or a diffusers pipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ def open_checkpoint(
     """
     if prediction_type is not None and prediction_type not in PREDICTIONS:
         raise ModelError(f"prediction_type={prediction_type!r} is none of {', '.join(PREDICTIONS)}.")
-    if not isinstance(source, (str, Path)):
+    if not isinstance(source, (str, os.PathLike)):
         return _open_pipeline(source, prediction_type)
     path = Path(source).expanduser()
     if path.is_dir():

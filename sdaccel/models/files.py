@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sdaccel.errors import ModelError, PickleRefused
-from sdaccel.models.tensors import NAMES, TensorRef, looks_like, read_header, stamp
+from sdaccel.models.tensors import NAMES, TensorRef, looks_like, read_stamped_header
 
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 MAX_JSON = 64 << 20
@@ -31,8 +31,7 @@ def read_tensors(path: Path, allow_pickle: bool) -> TensorFile:
         if not allow_pickle:
             raise refused(path.name, path.parent)
         return _read_pickle(path)
-    entries, metadata = read_header(path)
-    opened = stamp(path.stat())
+    entries, metadata, opened = read_stamped_header(path)
     found = {
         name: TensorRef(name, entry.dtype, entry.shape, path, entry.offset, stamp=opened)
         for name, entry in entries.items()

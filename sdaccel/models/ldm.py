@@ -103,7 +103,9 @@ def _unet(config: Config) -> Iterator[Place]:
     width = channels[0]
     time = int(config.get("time_embedding_dim") or 4 * width)
 
-    yield from _conv("conv_in", "input_blocks.0.0", config["in_channels"], width, config.get("conv_in_kernel", 3))
+    yield from _conv(
+        "conv_in", "input_blocks.0.0", config.get("in_channels", 4), width, config.get("conv_in_kernel", 3)
+    )
     yield from _linear("time_embedding.linear_1", "time_embed.0", width, time)
     if config.get("time_cond_proj_dim") is not None:
         condition = config["time_cond_proj_dim"]
@@ -158,7 +160,7 @@ def _unet(config: Config) -> Iterator[Place]:
         previous = out
 
     yield from _norm("conv_norm_out", "out.0", width)
-    yield from _conv("conv_out", "out.2", width, config["out_channels"], config.get("conv_out_kernel", 3))
+    yield from _conv("conv_out", "out.2", width, config.get("out_channels", 4), config.get("conv_out_kernel", 3))
 
 
 def _per_level(value: Any, levels: int) -> list[Any]:
@@ -214,12 +216,12 @@ def _transformer(name: str, ldm: str, width: int, depth: int, context: int, line
 def _vae(config: Config) -> Iterator[Place]:
     channels = [int(width) for width in config["block_out_channels"]]
     layers = int(config.get("layers_per_block", 1))
-    latent = int(config["latent_channels"])
+    latent = int(config.get("latent_channels", 4))
     for key, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         if list(config[key]) != [kind] * len(channels):
             raise Unmodelled(f"the VAE's {key} are {config[key]}.")
 
-    yield from _conv("encoder.conv_in", "encoder.conv_in", config["in_channels"], channels[0])
+    yield from _conv("encoder.conv_in", "encoder.conv_in", config.get("in_channels", 3), channels[0])
     into = channels[0]
     for level, out in enumerate(channels):
         for layer in range(layers):
@@ -242,7 +244,7 @@ def _vae(config: Config) -> Iterator[Place]:
         if level < len(channels) - 1:
             yield from _conv(f"{name}.upsamplers.0.conv", f"{ldm}.upsample.conv", out, out)
     yield from _norm("decoder.conv_norm_out", "decoder.norm_out", into)
-    yield from _conv("decoder.conv_out", "decoder.conv_out", into, config["out_channels"])
+    yield from _conv("decoder.conv_out", "decoder.conv_out", into, config.get("out_channels", 3))
 
     if config.get("use_quant_conv", True):
         yield from _conv("quant_conv", "quant_conv", 2 * latent, 2 * latent, 1)

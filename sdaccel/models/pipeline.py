@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from sdaccel.errors import ModelError
 from sdaccel.models.checkpoint import Checkpoint
 from sdaccel.models.family import Family
+from sdaccel.models.files import read_json
 from sdaccel.models.tensors import Component
 
 CLIP_TOKENIZER = "openai/clip-vit-large-patch14"
@@ -37,8 +37,8 @@ def load_pipeline(checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32,
         raise ModelError("this checkpoint was opened from a live pipeline.", hint="Use that pipeline itself.")
     modules = {name: _module(component, dtype) for name, component in checkpoint.components.items()}
     if checkpoint.kind == "folder":
-        return _from_folder(checkpoint, modules, dtype)
-    return _from_file(checkpoint, modules, tokenizer)
+        return _from_folder(checkpoint.path, checkpoint, modules, dtype)
+    return _from_file(checkpoint.path, checkpoint, modules, tokenizer)
 
 
 def _module(component: Component, dtype: torch.dtype) -> torch.nn.Module:
@@ -75,22 +75,17 @@ def _in_module(module: torch.nn.Module, component: str, name: str) -> str:
 # ---- a folder
 
 
-def _from_folder(checkpoint: Checkpoint, modules: dict[str, Any], dtype: torch.dtype) -> Any:
+def _from_folder(path: Path, checkpoint: Checkpoint, modules: dict[str, Any], dtype: torch.dtype) -> Any:
     from diffusers import DiffusionPipeline
 
+    index = read_json(path / "model_index.json")
+    safety = {"safety_checker": None, "requires_safety_checker": False} if "safety_checker" in index else {}
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            pipe = DiffusionPipeline.from_pretrained(
-                str(checkpoint.path),
-                **modules,
-                torch_dtype=dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                safety_checker=None,
-                requires_safety_checker=False,
-            )
+        pipe = DiffusionPipeline.from_pretrained(
+            str(path), **modules, **safety, torch_dtype=dtype, local_files_only=True, use_safetensors=True
+        )
     except (OSError, ValueError, AttributeError, ImportError, TypeError) as error:
-        raise ModelError(f"{checkpoint.path}: diffusers cannot load it ({str(error)[:200]}).") from error
+        raise ModelError(f"{path}: diffusers cannot load it ({str(error)[:200]}).") from error
     if pipe.scheduler.config.get("prediction_type") != checkpoint.prediction_type:
         pipe.scheduler = type(pipe.scheduler).from_config(
             pipe.scheduler.config, prediction_type=checkpoint.prediction_type
@@ -101,18 +96,18 @@ def _from_folder(checkpoint: Checkpoint, modules: dict[str, Any], dtype: torch.d
 # ---- a single file
 
 
-def _from_file(checkpoint: Checkpoint, modules: dict[str, Any], tokenizer: Path | None) -> Any:
+def _from_file(path: Path, checkpoint: Checkpoint, modules: dict[str, Any], tokenizer: Path | None) -> Any:
     import diffusers
 
     xl = checkpoint.family.is_xl
     kind = _PIPELINES.get((xl, checkpoint.variant))
     if kind is None:
-        raise ModelError(f"{checkpoint.path}: diffusers has no pipeline for a {checkpoint.variant} model.")
+        raise ModelError(f"{path}: diffusers has no pipeline for a {checkpoint.variant} model.")
     if checkpoint.family is Family.SDXL_REFINER:
         kind = "StableDiffusionXLImg2ImgPipeline"
     scheduler = getattr(diffusers, checkpoint.scheduler["_class_name"]).from_config(checkpoint.scheduler)
     parts: dict[str, Any] = {"text_encoder": None} | modules | {"scheduler": scheduler}
-    source = _TokenizerSource(checkpoint, tokenizer)
+    source = _TokenizerSource(path, checkpoint.family, tokenizer)
     parts["tokenizer"] = source.load("tokenizer") if parts["text_encoder"] is not None else None
     if xl:
         parts["tokenizer_2"] = source.load("tokenizer_2")
@@ -124,17 +119,16 @@ def _from_file(checkpoint: Checkpoint, modules: dict[str, Any], tokenizer: Path 
 
 
 class _TokenizerSource:
-    def __init__(self, checkpoint: Checkpoint, given: Path | None):
-        assert checkpoint.path is not None
-        self.checkpoint = checkpoint
+    def __init__(self, path: Path, family: Family, given: Path | None):
+        self.path = path
+        self.family = family
         self.given = Path(given) if given is not None else None
-        self.beside = checkpoint.path.parent
 
     def load(self, name: str) -> Any:
         """OpenCLIP's tokenizer (SD 2, SDXL's second) is OpenAI's, padded with "!" instead of the end token."""
         from transformers import CLIPTokenizer
 
-        pads = {"pad_token": "!"} if name == "tokenizer_2" or self.checkpoint.family is Family.SD2 else {}
+        pads = {"pad_token": "!"} if name == "tokenizer_2" or self.family is Family.SD2 else {}
         if self.given is not None and not self.given.is_dir():
             raise ModelError(f"tokenizer={self.given}: no such folder.")
         for folder, own in self._folders(name):
@@ -147,13 +141,13 @@ class _TokenizerSource:
             with contextlib.suppress(OSError, ValueError):
                 return self._checked(CLIPTokenizer.from_pretrained(CLIP_TOKENIZER, local_files_only=local, **pads))
         raise ModelError(
-            f"{self.checkpoint.path}: a single file has no tokenizer, and {CLIP_TOKENIZER} could not be downloaded.",
+            f"{self.path}: a single file has no tokenizer, and {CLIP_TOKENIZER} could not be downloaded.",
             hint="Pass tokenizer=<folder with vocab.json and merges.txt>, or put one named tokenizer beside the file.",
         )
 
     def _folders(self, name: str) -> list[tuple[Path, bool]]:
         """Where to look, and whether that place is this very tokenizer's own."""
-        roots = [self.given] if self.given is not None else [self.beside]
+        roots = [self.given] if self.given is not None else [self.path.parent]
         found = [(root / name, True) for root in roots] + [(root / "tokenizer", name == "tokenizer") for root in roots]
         return found + ([(self.given, False)] if self.given is not None else [])
 

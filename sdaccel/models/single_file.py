@@ -237,9 +237,7 @@ class _SingleFile:
         override = 'override it with prediction_type="epsilon" or "v_prediction".'
         channels = self.unet_tensors["input_blocks.0.0.weight"].shape[1]
         steps = self.file.values.get("global_step")
-        last = max(
-            (int(name.split(".")[1]) for name in self.unet_tensors if name.startswith("output_blocks.")), default=0
-        )
+        last = ldm.children(_shapes(self.unet_tensors), "output_blocks") - 1
         bias = self.unet_tensors.get(f"output_blocks.{last}.1.transformer_blocks.0.norm1.bias")
         if channels != 4:
             found, why = "epsilon", f"the published {channels}-channel SD 2 models predict epsilon"

@@ -49,12 +49,17 @@ def read_header(path: Path | str) -> tuple[dict[str, HeaderEntry], dict[str, str
     The format: 8 bytes little-endian header length, a JSON object, the data without gaps
     (https://huggingface.co/docs/safetensors). Raises ModelError for anything else.
     """
-    path = Path(path)
+    entries, metadata, _ = read_stamped_header(Path(path))
+    return entries, metadata
+
+
+def read_stamped_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[str, str], tuple[int, int]]:
+    """As read_header, with the file's size and time of change."""
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            opened = stamp(os.fstat(file.fileno()))
             start = file.read(512)
-            length = _header_length(path, start, size)
+            length = _header_length(path, start, opened[0])
             file.seek(8)
             raw = file.read(length)
     except OSError as error:
@@ -65,8 +70,8 @@ def read_header(path: Path | str) -> tuple[dict[str, HeaderEntry], dict[str, str
         entries = {name: _entry(name, info, 8 + length) for name, info in header.items()}
     except _Malformed as fault:
         raise ModelError(f"{path}: broken safetensors header: {fault}.", hint=_AGAIN) from None
-    _check_coverage(path, entries, 8 + length, size)
-    return entries, metadata
+    _check_coverage(path, entries, 8 + length, opened[0])
+    return entries, metadata, opened
 
 
 _AGAIN = "Download it again."

@@ -249,12 +249,13 @@ def test_mutated_headers_raise_only_our_errors(tmp_path):
 
 
 @pytest.mark.timeout(0)
-def test_checkpoints_with_mutated_headers_raise_only_our_errors(tmp_path):
-    pipe = tiny.pipeline("sd2", tmp_path)
-    path = tiny.save_single_file(tiny.original_weights(pipe, "sd2"), tmp_path / "model.safetensors", v_pred="yes")
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
+def test_checkpoints_with_mutated_headers_raise_only_our_errors(kind, tmp_path):
+    pipe = tiny.pipeline(kind, tmp_path)
+    path = tiny.save_single_file(tiny.original_weights(pipe, kind), tmp_path / "model.safetensors")
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header, data = content[8 : 8 + length], len(content) - 8 - length
-    rounds = max(FUZZ // 20, 100)
+    rounds = max(FUZZ // 30, 100)
     refused, slowest = run_fuzz(rounds, 20261130, header, data, tmp_path / "fuzz.safetensors", open_checkpoint)
     assert refused > rounds / 2 and slowest < 1

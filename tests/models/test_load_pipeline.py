@@ -1,0 +1,85 @@
+"""Plain torch pipelines from checkpoints: the right class, and a tokenizer from where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import CLIPTokenizer
+
+from sdaccel.errors import ModelError
+from sdaccel.models import open_checkpoint
+from sdaccel.models.pipeline import load_pipeline
+from tests.models import tiny
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Only folders of this machine answer."""
+    real = CLIPTokenizer.from_pretrained
+
+    def offline(name, **options):
+        if name.startswith("openai/"):
+            raise OSError("no network")
+        return real(name, **options)
+
+    monkeypatch.setattr(CLIPTokenizer, "from_pretrained", offline)
+
+
+def single_file(kind, tmp_path):
+    pipe = tiny.pipeline(kind, tmp_path / "made")
+    path = tmp_path / "file" / "model.safetensors"
+    path.parent.mkdir()
+    return pipe, tiny.save_single_file(tiny.original_weights(pipe, kind), path)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_the_class_of_each_variant(kind, tmp_path):
+    pipe, path = single_file(kind, tmp_path)
+    tokenizer = tmp_path / "made" / ("tokenizer_2" if kind == "sdxl-refiner" else "")
+    loaded = load_pipeline(open_checkpoint(path), dtype=torch.float16, tokenizer=tokenizer)
+    assert type(loaded) is type(pipe)
+    assert loaded.unet.dtype == loaded.vae.dtype == torch.float16
+    for name in ("tokenizer", "tokenizer_2"):
+        own = getattr(pipe, name, None)
+        assert (own is None) == (getattr(loaded, name, None) is None)
+        if own is not None:
+            found = getattr(loaded, name)
+            text = {"padding": "max_length", "max_length": 77, "truncation": True}
+            assert found("a red circle", **text).input_ids == own("a red circle", **text).input_ids
+            assert found.model_max_length == 77
+    assert getattr(loaded, "safety_checker", None) is None
+    assert not any(tensor.is_meta for tensor in [*loaded.unet.buffers(), *loaded.unet.parameters()])
+
+
+def test_tokenizer_beside_the_file(no_network, tmp_path):
+    _, path = single_file("sd1", tmp_path)
+    with pytest.raises(ModelError, match=r"a single file has no tokenizer.*tokenizer=<folder"):
+        load_pipeline(open_checkpoint(path))
+    tiny.write_tokenizer(path.parent / "tokenizer")
+    assert load_pipeline(open_checkpoint(path)).tokenizer.tokenize("red circle") == ["red</w>", "circle</w>"]
+    with pytest.raises(ModelError, match="no such folder"):
+        load_pipeline(open_checkpoint(path), tokenizer=tmp_path / "none")
+    (path.parent / "tokenizer" / "vocab.json").unlink()
+    with pytest.raises(ModelError, match=r"no vocab\.json"):
+        load_pipeline(open_checkpoint(path), tokenizer=path.parent)
+
+
+@pytest.mark.parametrize("kind", ["sd1-edit", "sdxl", "sdxl-refiner"])
+def test_folders(kind, tmp_path):
+    pipe = tiny.pipeline(kind, tmp_path / "made")
+    pipe.save_pretrained(tmp_path / "model")
+    loaded = load_pipeline(open_checkpoint(tmp_path / "model"))
+    assert type(loaded) is type(pipe)
+    for name in open_checkpoint(pipe).components:
+        expected, found = getattr(pipe, name).state_dict(), getattr(loaded, name).state_dict()
+        assert expected.keys() == found.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_folder_that_diffusers_cannot_load(tmp_path):
+    tiny.pipeline("sd1", tmp_path / "made").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="not JSON"):
+        open_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(ModelError, match="diffusers cannot load it"):
+        load_pipeline(open_checkpoint(tmp_path / "model"))
