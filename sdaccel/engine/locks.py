@@ -2,8 +2,8 @@
 
 They are the operating system's (flock, LockFileEx): they end with the process that holds them, however it ends, so a
 dead holder's lock is free at once. The files stay and mean nothing by themselves. Where a file system has no such
-locks, filelock falls back to a marker that names its process, and takes the marker of a dead one away when it next
-looks, several times a second.
+locks, filelock 4 falls back to a marker that names its process, and takes the marker of a dead one away when it next
+looks, several times a second; an older filelock refuses, which is a StoreError.
 """
 
 from __future__ import annotations

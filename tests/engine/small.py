@@ -119,7 +119,7 @@ def die() -> None:
 
 
 def run_until(store: Store, what: str, last: int) -> None:
-    """Builds or removes, and dies at the ``last``-th point: before, half-way through and after each change of the disk.
+    """Builds or removes, and dies at the ``last``-th point: before or half-way through a change of the disk.
 
     With ``last`` -1 it lives and prints every point.
     """
@@ -137,11 +137,11 @@ def run_until(store: Store, what: str, last: int) -> None:
                 file, data = arguments
                 function(file, data[: len(data) // 2])
                 at("half a write")
-                result = function(file, data[len(data) // 2 :])
-            else:
-                result = function(*arguments, **options)
-            at(f"after {name}")
-            return result
+                return function(file, data[len(data) // 2 :])
+            if name == "delete" and arguments[0].is_dir():
+                next(arguments[0].iterdir()).unlink()
+                at("half a delete")
+            return function(*arguments, **options)
 
         return call
 
@@ -152,6 +152,7 @@ def run_until(store: Store, what: str, last: int) -> None:
         store.remove(store.list()[0].key)
     else:
         build(store, at=at)
+    at("the end")
     print("\n".join(points))
 
 

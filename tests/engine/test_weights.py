@@ -215,7 +215,9 @@ def test_a_component_that_reads_otherwise_than_it_says_is_refused(store):
 
 def test_tensors_of_a_backend_are_kept_as_they_are(store):
     tensors = {"packed": torch.arange(12, dtype=torch.uint8), "w": torch.randn(3, 3), "flag": torch.tensor([True])}
-    entry = publish_tensors(store, "a" * 64, {name: Ref(tensor) for name, tensor in tensors.items()}, {"packed_for": "someone"})
+    entry = publish_tensors(
+        store, "a" * 64, {name: Ref(tensor) for name, tensor in tensors.items()}, {"packed_for": "someone"}
+    )
     assert entry.manifest["packed_for"] == "someone"
     loaded = safetensors.torch.load_file(entry.file(FILE))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
