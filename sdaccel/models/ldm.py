@@ -335,6 +335,8 @@ def from_open_clip(found: Mapping[str, TensorRef], layers: int) -> tuple[dict[st
             renamed[_OPEN_CLIP[name]] = ref
         elif name == "text_projection" and len(ref.shape) == 2:
             renamed["text_projection.weight"] = replace(ref, shape=ref.shape[::-1], transposed=not ref.transposed)
+        elif name == "text_projection.weight":  # some tools store it as transformers does
+            renamed[name] = ref
         elif block and int(block[1]) < layers and block[2] == "attn.in_proj" and ref.shape and ref.shape[0] % 3 == 0:
             third = ref.shape[0] // 3
             for index, part in enumerate("qkv"):
@@ -521,7 +523,7 @@ def open_clip_layers(names: Iterable[str], projects: bool) -> int:
     """
     names = set(names)
     blocks = children({name: () for name in names}, "transformer.resblocks")
-    whole = "text_projection" in names or blocks == 24
+    whole = not names.isdisjoint(("text_projection", "text_projection.weight")) or blocks == 24
     return blocks if projects or not whole else blocks - 1
 
 

@@ -189,7 +189,7 @@ class _SingleFile:
         renamed, rest = ldm.from_open_clip(found, ldm.open_clip_layers(found, projects))
         if not projects and "text_projection.weight" in renamed:
             del renamed["text_projection.weight"]
-            rest.append("text_projection")
+            rest += [key for key in ("text_projection", "text_projection.weight") if key in found]
         config = ldm.infer_clip(_shapes(renamed), template)
         component, _ = self._component(name, config, renamed, prefix)
         self.ignored += [prefix + name for name in rest]

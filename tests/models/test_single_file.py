@@ -103,6 +103,13 @@ def test_open_clip_with_its_last_block_already_gone(pipes, tmp_path):
     equal(open_checkpoint(tiny.save_single_file(weights, tmp_path / "model.safetensors")), pipes("sd2"))
 
 
+def test_open_clip_with_its_projection_already_transposed(pipes, tmp_path):
+    weights = tiny.original_weights(pipes("sdxl"), "sdxl")
+    name = "conditioner.embedders.1.model.text_projection"
+    weights[f"{name}.weight"] = weights.pop(name).t().contiguous()
+    equal(open_checkpoint(tiny.save_single_file(weights, tmp_path / "model.safetensors")), pipes("sdxl"))
+
+
 def test_clip_names_without_text_model(pipes, tmp_path):
     weights = tiny.original_weights(pipes("sd1"), "sd1")
     weights = {name.replace("transformer.text_model.", "transformer."): tensor for name, tensor in weights.items()}
