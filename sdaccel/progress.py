@@ -11,16 +11,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 @contextmanager
 def terminal_progress(*, enabled: bool | None = None) -> Iterator[Callable[[str, float], None]]:
-    """A callback (stage, fraction done) that draws a bar with the time left on stderr, if that is a terminal."""
+    """A callback (stage, fraction done) that draws a bar with the time left on stderr, if that is a terminal.
+
+    ``enabled`` decides instead of the terminal.
+    """
     console = Console(stderr=True)
     shown = console.is_terminal if enabled is None else enabled
     columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, TextColumn("{task.description}"), console=console, disable=not shown, transient=True
-    ) as bar:
+    stage_column = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, stage_column, console=console, disable=not shown, transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
 
         def report(stage: str, fraction: float) -> None:
-            bar.update(task, description=stage, completed=fraction)
+            bar.update(task, description=stage, completed=min(1.0, max(0.0, fraction)))
 
         yield report

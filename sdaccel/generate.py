@@ -1,0 +1,413 @@
+"""Images from a prompt: the pipeline in diffusers, engines swapped in, files that say how they were made."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sdaccel.errors import ModelError, SettingError, StoreError
+from sdaccel.profile import ImageProfile, Range
+
+SCHEDULERS = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "deis": "DEISMultistepScheduler",
+    "dpm++2m": "DPMSolverMultistepScheduler",
+    "dpm++sde": "DPMSolverSDEScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler-a": "EulerAncestralDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "lcm": "LCMScheduler",
+    "lms": "LMSDiscreteScheduler",
+    "pndm": "PNDMScheduler",
+    "unipc": "UniPCMultistepScheduler",
+}
+MAX_SEED = 2**32 - 1
+_SAMPLERS = {  # AUTOMATIC1111's names, for the parameters text
+    "DDIMScheduler": "DDIM",
+    "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "DPMSolverSDEScheduler": "DPM++ SDE",
+    "EulerDiscreteScheduler": "Euler",
+    "EulerAncestralDiscreteScheduler": "Euler a",
+    "HeunDiscreteScheduler": "Heun",
+    "LCMScheduler": "LCM",
+    "LMSDiscreteScheduler": "LMS",
+    "PNDMScheduler": "PLMS",
+    "UniPCMultistepScheduler": "UniPC",
+}
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw. Sides in pixels; the i-th image has the seed ``seed + i``."""
+
+    prompt: str
+    negative: str = ""
+    width: int | None = None
+    height: int | None = None
+    steps: int = 20
+    guidance: float = 7.5
+    seed: int | None = None
+    count: int = 1
+    scheduler: str | None = None
+    image: Path | None = None
+    mask: Path | None = None
+    strength: float = 0.8
+
+    def __post_init__(self) -> None:
+        limits: tuple[tuple[str, float, float, float], ...] = (
+            ("steps", self.steps, 1, 1000),
+            ("n", self.count, 1, 1000),
+            ("seed", self.seed or 0, 0, MAX_SEED),
+            ("guidance", self.guidance, 0, 100),
+            ("strength", self.strength, 0, 1),
+        )
+        for name, value, low, high in limits:
+            if not low <= value <= high:
+                raise SettingError(f"{name} {value} is not between {low} and {high}.")
+        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
+            raise SettingError(f"there is no scheduler {self.scheduler!r}: {', '.join(SCHEDULERS)}.")
+        if self.mask is not None and self.image is None:
+            raise SettingError("a mask needs the image that it is for.", hint="Add --image FILE.")
+
+
+@dataclass
+class Drawn:
+    """One image (a PIL image) and how it was made."""
+
+    image: Any
+    seed: int
+    index: int
+    report: dict[str, Any]
+    parameters: str
+    path: Path | None = None
+
+
+@dataclass
+class Result:
+    images: list[Drawn] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+    """A `RunReport` for each call of the pipeline."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every image can be kept: nothing in it was NaN, infinite or constant."""
+        return all(report.ok for report in self.reports)
+
+    @property
+    def failed(self) -> list[str]:
+        return list(dict.fromkeys(text for report in self.reports for text in report.failed))
+
+    @property
+    def fallbacks(self) -> list[Any]:
+        return [fallback for report in self.reports for fallback in report.fallbacks]
+
+
+def open_pipeline(checkpoint: Any, request: Request) -> Any:
+    """The checkpoint's pipeline in torch, of the kind that ``request`` needs (from text, from an image, inpainting)."""
+    from sdaccel.models.pipeline import load_pipeline
+
+    return fit_pipeline(load_pipeline(checkpoint), request)
+
+
+def fit_pipeline(pipe: Any, request: Request) -> Any:
+    """``pipe`` as the kind that ``request`` needs, with its scheduler. Raises ModelError where it has no such kind."""
+    import diffusers
+
+    name = type(pipe).__name__
+    needs_mask, needs_image = "Inpaint" in name, "Img2Img" in name or "Pix2Pix" in name
+    lacks_mask = needs_mask and request.mask is None
+    if lacks_mask or (needs_image and request.image is None):
+        needs = "an image and a mask (--image FILE --mask FILE)" if needs_mask else "an image (--image FILE)"
+        raise SettingError(f"this model is a {name}: it needs {needs} to start from.")
+    if request.image is not None and not (needs_mask or (needs_image and request.mask is None)):
+        auto = diffusers.AutoPipelineForInpainting if request.mask else diffusers.AutoPipelineForImage2Image
+        try:
+            pipe = auto.from_pipe(pipe)
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{name} cannot start from an image: {error}") from error
+    if request.scheduler is not None:
+        kind = getattr(diffusers, SCHEDULERS[request.scheduler])
+        try:
+            pipe.scheduler = kind.from_config(pipe.scheduler.config)
+        except (ImportError, ValueError, TypeError) as error:
+            raise SettingError(f"the scheduler {request.scheduler} cannot be used: {error}") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def open_accelerated(
+    checkpoint: Any,
+    request: Request,
+    store: Any,
+    backend: str = "auto",
+    build: str = "if-missing",
+    fallback: bool = True,
+    progress: Progress | None = None,
+) -> tuple[Any, int]:
+    """(pipeline with engines, images at once that they take). Builds engines that hold this size where asked to."""
+    from sdaccel.builder import BuilderConfig, build_engines
+    from sdaccel.integrations.diffusers import accelerate
+
+    components = components_needed(checkpoint, request)
+    width, height = request.width or checkpoint.native_side, request.height or checkpoint.native_side
+    if build == "if-missing":
+        missing = _missing(checkpoint, components, store, backend, width, height)
+        if missing:
+            profile = covering_profile(checkpoint.native_side, width, height)
+            build_engines(checkpoint, BuilderConfig(tuple(missing), (profile,), None, backend), store, progress)
+    pipe = open_pipeline(checkpoint, request)
+    accelerate(pipe, store=store, backend=backend, components=components, build="never", fallback=fallback)
+    return pipe, largest_batch(pipe.sdaccel, width, height)
+
+
+def _missing(
+    checkpoint: Any, components: Sequence[str], store: Any, backend: str, width: int, height: int
+) -> list[str]:
+    """The components without an engine for images of this size, on this machine as it is now."""
+    from sdaccel.backends.base import pick_backend
+    from sdaccel.export.components import source_of
+
+    chosen = pick_backend(backend)
+    here = {"backend": chosen.name, "device": chosen.device(), "versions": chosen.versions()}
+
+    def held(component: str) -> bool:
+        weights = checkpoint.components[source_of(component)].content_hash
+        engines = store.find_engines(component=component, weights=weights, **here)
+        images = [image for entry in engines for image in entry.engine.image_profiles]
+        return any(width in image.width and height in image.height for image in images) or (
+            component.startswith("text_encoder") and bool(engines)
+        )
+
+    return [component for component in components if not held(component)]
+
+
+def components_needed(checkpoint: Any, request: Request) -> list[str]:
+    """The engine components that ``request`` calls."""
+    from sdaccel.builder import buildable_components
+
+    found = buildable_components(checkpoint)
+    return [name for name in found if name != "vae_encoder" or request.image is not None]
+
+
+def covering_profile(native: int, width: int, height: int) -> ImageProfile:
+    """The profile to build for images of this size: the model's native range where that holds it.
+
+    Raises ProfileError for a size that no engine can have.
+    """
+    usual = ImageProfile.native(native)
+    if width in usual.width and height in usual.height:
+        return usual
+    return ImageProfile(Range(width, width, width), Range(height, height, height))
+
+
+def random_seed(count: int = 1) -> int:
+    return random.SystemRandom().randrange(MAX_SEED - count)
+
+
+def usual_guidance(checkpoint: Any) -> float:
+    """The guidance scale to draw with when none is named."""
+    from sdaccel.models.demo import GUIDANCE_SCALE, demo_model_path
+
+    if checkpoint.path is not None and checkpoint.path.resolve() == demo_model_path().resolve():
+        return GUIDANCE_SCALE
+    return 5.0 if checkpoint.family.is_xl else 7.5
+
+
+def with_size(request: Request, native: int) -> Request:
+    """``request`` with both sides: those given, else those of its image, else the native side."""
+    width, height = request.width, request.height
+    if request.image is not None and (width is None or height is None):
+        found = _open_image(request.image)
+        width, height = width or found.width - found.width % 8, height or found.height - found.height % 8
+    return replace(request, width=width or native, height=height or native)
+
+
+def largest_batch(accelerated: Any, width: int, height: int) -> int:
+    """Images at once that engines for this size take; 4 where there is none for it."""
+    swap = accelerated.swaps.get("unet")
+    profiles = [image for entry in swap.context.engines for image in entry.engine.image_profiles] if swap else []
+    return max((p.batch.max for p in profiles if width in p.width and height in p.height), default=4)
+
+
+def generate(
+    pipe: Any, request: Request, *, at_once: int = 4, model: str = "", progress: Progress | None = None
+) -> Result:
+    """The images of ``request`` from a pipeline, ``at_once`` in one call, accelerated or not.
+
+    Raises SettingError with the host's own words for what it refuses, such as a side that is no multiple of 8.
+    """
+    import torch
+
+    from sdaccel.runtime import RunReport
+
+    base = random_seed(request.count) if request.seed is None else request.seed
+    result = Result()
+    start = time.perf_counter()
+    for first in range(0, request.count, at_once):
+        seeds = [base + i for i in range(first, min(first + at_once, request.count))]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        done = first / request.count
+        callback = _step_callback(request, progress, done, len(seeds) / request.count)
+        arguments = _arguments(request, "Pix2Pix" in type(pipe).__name__) | {
+            "generator": generators,
+            "num_images_per_prompt": len(seeds),
+        }
+        try:
+            with torch.inference_mode():
+                images = pipe(**arguments, callback_on_step_end=callback).images
+        except ValueError as error:
+            if isinstance(error, SettingError):
+                raise
+            raise SettingError(f"diffusers refused this: {error}") from error
+        report = pipe.sdaccel.last_report if hasattr(pipe, "sdaccel") else RunReport()
+        result.reports.append(report)
+        for offset, (image, seed) in enumerate(zip(images, seeds, strict=True)):
+            text = parameters(request, seed, image.size, type(pipe.scheduler).__name__, model)
+            result.images.append(Drawn(image, seed, first + offset, report.to_json(), text))
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _arguments(request: Request, edits: bool) -> dict[str, Any]:
+    """``edits``: for a model that edits an image as told (InstructPix2Pix), which takes no strength."""
+    arguments: dict[str, Any] = {
+        "prompt": request.prompt,
+        "negative_prompt": request.negative or None,
+        "num_inference_steps": request.steps,
+        "guidance_scale": request.guidance,
+    }
+    size = {name: side for name, side in (("width", request.width), ("height", request.height)) if side is not None}
+    if request.image is None:
+        return arguments | size
+    image = _open_image(request.image)
+    wanted = (request.width or image.width, request.height or image.height)
+    arguments["image"] = image.resize(wanted) if wanted != image.size else image
+    if not edits:
+        arguments["strength"] = request.strength
+    if request.mask is not None:
+        mask = _open_image(request.mask).convert("L")
+        arguments |= {"mask_image": mask.resize(wanted), "width": wanted[0], "height": wanted[1]}
+    return arguments
+
+
+def _open_image(path: Path) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(path).convert("RGB")
+    except UnidentifiedImageError:
+        raise SettingError(f"{path} is no image that can be read.") from None
+    except (OSError, Image.DecompressionBombError) as error:
+        raise SettingError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _step_callback(request: Request, progress: Progress | None, begin: float, share: float) -> Callable[..., Any]:
+    def step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if progress is not None:
+            total = max(1, getattr(pipe, "num_timesteps", request.steps))
+            progress(f"step {index + 1} of {total}", begin + share * min(1.0, (index + 1) / total))
+        return tensors
+
+    return step
+
+
+def parameters(request: Request, seed: int, size: tuple[int, int], scheduler: str, model: str) -> str:
+    """The text that AUTOMATIC1111 writes into its images and reads from them."""
+    from sdaccel import __version__
+
+    facts: list[tuple[str, Any]] = [
+        ("Steps", request.steps),
+        ("Sampler", _SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler"))),
+        ("CFG scale", f"{request.guidance:g}"),
+        ("Seed", seed),
+        ("Size", f"{size[0]}x{size[1]}"),
+    ]
+    if model:
+        facts.append(("Model", json.dumps(model, ensure_ascii=False) if any(c in model for c in ',:"\n') else model))
+    if request.image is not None:
+        facts.append(("Denoising strength", f"{request.strength:g}"))
+    facts.append(("Version", f"sdaccel {__version__}"))
+    lines = [request.prompt]
+    if request.negative:
+        lines.append(f"Negative prompt: {request.negative}")
+    return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts)])
+
+
+# ---- files
+
+
+def output_paths(pattern: Path, seeds: Sequence[int], *, force: bool = False) -> list[Path]:
+    """A path for each image: ``{seed}`` and ``{index}`` (from 1) in the name are filled in.
+
+    Several images without a pattern get ``-{index}`` before the suffix. Raises StoreError if a file is there already
+    (unless ``force``), SettingError for a pattern that gives one name twice or a suffix that is not .png.
+    """
+    name = pattern.name
+    if len(seeds) > 1 and "{seed}" not in name and "{index}" not in name:
+        name = f"{pattern.stem}-{{index}}{pattern.suffix}"
+    if not name.lower().endswith(".png"):
+        raise SettingError(f"{pattern} must end in .png: images are saved as PNG.")
+    paths = [
+        pattern.with_name(name.replace("{seed}", str(seed)).replace("{index}", str(index)))
+        for index, seed in enumerate(seeds, 1)
+    ]
+    for path in paths:
+        if path.exists() and not force:
+            raise StoreError(f"{path} is there already.", hint="Choose another name with -o, or add --force.")
+        if not path.parent.is_dir():
+            raise StoreError(
+                f"the folder {path.parent} is not there.", hint="Make it first, or choose another with -o."
+            )
+    return paths
+
+
+def save(drawn: Drawn, path: Path, *, force: bool = False) -> None:
+    """Writes a PNG whose text chunks are ``parameters`` (A1111's form) and ``sdaccel`` (the report, JSON)."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("parameters", drawn.parameters)
+    info.add_text("sdaccel", json.dumps(drawn.report, ensure_ascii=False))
+    try:
+        with path.open("wb" if force else "xb") as file:
+            drawn.image.save(file, format="PNG", pnginfo=info)
+    except FileExistsError:
+        raise StoreError(f"{path} is there already.", hint="Choose another name with -o, or add --force.") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from None
+    drawn.path = path
+
+
+def report_lines(result: Result) -> list[str]:
+    """What ran, in plain words: engines, what ran in torch and why, notes."""
+    calls: dict[str, list[float]] = {}
+    for report in result.reports:
+        for name, run in report.components.items():
+            row = calls.setdefault(name, [0, 0.0, 0, 0.0])
+            for at, value in enumerate((run.calls, run.milliseconds, run.torch_calls, run.torch_milliseconds)):
+                row[at] += value
+    lines = []
+    for name, (engine, engine_ms, torch_calls, torch_ms) in calls.items():
+        parts = [f"engine, {_calls(engine)}, {engine_ms / 1e3:.2f} s"] if engine else []
+        parts += [f"torch, {_calls(torch_calls)}, {torch_ms / 1e3:.2f} s"] if torch_calls else []
+        lines.append(f"{name}: {'; '.join(parts)}")
+    reasons: dict[tuple[str, str], int] = {}
+    for fallback in result.fallbacks:
+        key = (fallback.component, fallback.reason)
+        reasons[key] = reasons.get(key, 0) + fallback.calls
+    lines += [f"not by an engine: {name}, {_calls(count)}: {reason}" for (name, reason), count in reasons.items()]
+    lines += list(dict.fromkeys(note for report in result.reports for note in report.notes))
+    return lines + [f"failed: {text}" for text in result.failed]
+
+
+def _calls(count: float) -> str:
+    return f"{count:.0f} call{'' if count == 1 else 's'}"

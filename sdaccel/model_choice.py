@@ -1,0 +1,53 @@
+"""Which model a command works on: the one named, else SDACCEL_MODEL, else the demo model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdaccel import settings
+from sdaccel.errors import ModelError
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    path: Path
+    because: str
+    """ "named", "SDACCEL_MODEL" or "demo"."""
+
+    def __str__(self) -> str:
+        why = {"named": "", "SDACCEL_MODEL": " (from SDACCEL_MODEL)", "demo": " (the demo model: none was named)"}
+        return f"{self.path}{why[self.because]}"
+
+    @property
+    def is_demo(self) -> bool:
+        from sdaccel.models.demo import demo_model_path
+
+        return self.path.resolve() == demo_model_path().resolve()
+
+
+def choose_model(named: str | Path | None = None) -> ModelChoice:
+    """Raises ModelError if there is no such model."""
+    setting = settings.MODEL.value()
+    if named is not None:
+        choice = ModelChoice(Path(named).expanduser(), "named")
+    elif setting:
+        choice = ModelChoice(Path(setting).expanduser(), "SDACCEL_MODEL")
+    else:
+        choice = demo_model()
+    if not choice.path.exists():
+        raise ModelError(f"{choice}: no such file or folder.", hint="Name a diffusers folder or a .safetensors file.")
+    return choice
+
+
+def demo_model() -> ModelChoice:
+    """The model that the package ships. Raises ModelError if this installation lacks it."""
+    from sdaccel.models.demo import demo_model_path
+
+    path = demo_model_path()
+    if not path.is_dir():
+        raise ModelError(
+            f"the demo model is missing from this installation ({path}).",
+            hint="Run: python -m pip install --force-reinstall sdaccel",
+        )
+    return ModelChoice(path, "demo")
