@@ -112,7 +112,11 @@ def _whole_entry(path: Path, kind: str, key: str) -> Entry | None:
     if not _plain_folder(path):
         return None
     entry = read_entry(path, kind, key)
-    for extra in sorted(set(disk.names(path)) - {*entry.files, MANIFESTS[kind]}):
+    try:
+        found = set(disk.names(path))
+    except FileNotFoundError:
+        raise EngineBroken(f"{path} is missing.") from None
+    for extra in sorted(found - {*entry.files, MANIFESTS[kind]}):
         raise EngineBroken(f"{path}: {extra[:60]!a} does not belong to this entry.")
     for name in entry.files:
         entry.file(name)

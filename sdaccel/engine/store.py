@@ -101,10 +101,18 @@ class Store:
 
         Raises EngineNotFound if there is no such engine, EngineBroken if any byte is not what was built.
         """
-        engine = self.get("engines", key)
-        if engine is None:
-            raise EngineNotFound(f"there is no engine {key} in {self.root}.", hint="Run: sdaccel list")
-        weights = tuple(self._weights(weights_key, key) for weights_key in engine.engine.weights_entries)
+        path = self._path("engines", key)
+        try:
+            engine = self.get("engines", key)
+            if engine is not None:
+                return self._open(engine)
+        except EngineBroken:
+            if os.path.lexists(path):  # else it was removed while we looked
+                raise
+        raise EngineNotFound(f"there is no engine {key} in {self.root}.", hint="Run: sdaccel list")
+
+    def _open(self, engine: Entry) -> OpenEngine:
+        weights = tuple(self._weights(key, engine.key) for key in engine.engine.weights_entries)
         graph = self.get("graphs", engine.engine.architecture)
         for entry in (engine, *weights, graph):
             if entry is not None:

@@ -602,6 +602,38 @@ def test_eight_threads_make_one_entry(store):
     assert len(calls) == 1 and results == [results[0]] * 8
 
 
+def test_readers_beside_a_writer_see_whole_entries_or_none(store):
+    key = build(store)
+    stop, seen, faults = threading.Event(), {"there": 0, "gone": 0}, []
+
+    def read():
+        while not stop.is_set():
+            try:
+                assert store.open_engine(key).engine.key == key
+                seen["there"] += 1
+            except EngineNotFound:
+                seen["gone"] += 1
+            except Exception as error:  # noqa: BLE001 - a thread's, told below
+                faults.append(error)
+            faults.extend(store.broken())
+            assert [e.key for e in store.list()] in ([], [key])
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    begin, rounds = time.monotonic(), 0
+    while (rounds < 40 or min(seen.values()) < 5) and time.monotonic() - begin < 30:
+        store.remove(key)
+        assert build(store) == key
+        time.sleep(0.02 * (rounds % 2))
+        rounds += 1
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert faults == []
+    assert min(seen.values()) >= 5
+
+
 @contextmanager
 def holder(store: Store, key: str, what: str = "hold") -> Iterator[subprocess.Popen]:
     """Another process that is building ``key``, killed at the end."""

@@ -16,6 +16,7 @@ from sdaccel.engine import weights
 from sdaccel.engine.store import Store
 from sdaccel.engine.weights import FILE, layout, publish_tensors, publish_weights, weights_key
 from sdaccel.errors import Cancelled, EngineBroken, ModelError
+from sdaccel.models.tensors import Component, TensorRef, read_header
 
 NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
@@ -284,3 +285,34 @@ def test_memory_stays_bounded(store, tmp_path):
     assert entry.nbytes > 200 << 20
     assert peak[0] - before <= 256 << 20, f"{(peak[0] - before) / 2**20:.0f} MiB"
     os.truncate(tmp_path / "big.bin", 0)
+
+
+def test_a_checkpoint_on_disk_and_the_same_in_memory_give_the_same_entry(tmp_path):
+    torch.manual_seed(1)
+    tensors = {"a.weight": torch.randn(8, 5).half(), "a.bias": torch.randn(8).half(), "b.weight": torch.randn(3, 3)}
+    stored = {"x": tensors["a.weight"].t().contiguous(), "y": tensors["a.bias"], "z": tensors["b.weight"]}
+    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    header, _ = read_header(tmp_path / "model.safetensors")
+    on_disk = {
+        name: TensorRef(
+            name,
+            header[old].dtype,
+            tuple(tensors[name].shape),
+            tmp_path / "model.safetensors",
+            header[old].offset,
+            transposed=old == "x",
+        )
+        for name, old in zip(tensors, stored, strict=True)
+    }
+    live = {name: TensorRef(name, "F32", tuple(t.shape), torch.nn.Parameter(t.float())) for name, t in tensors.items()}
+    for precision in ("fp32", "fp16"):
+        first, second = (
+            publish_weights(Store(tmp_path / place), Component("unet", {}, refs), precision)
+            for place, refs in (("disk", on_disk), ("live", live))
+        )
+        assert first.key == second.key
+        for path in first.path.iterdir():
+            assert (second.path / path.name).read_bytes() == path.read_bytes()
+        loaded = safetensors.torch.load_file(first.file(FILE))
+        for name, tensor in tensors.items():
+            assert torch.equal(loaded[name], tensor.to(weights.PRECISIONS[precision]))
