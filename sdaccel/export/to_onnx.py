@@ -78,11 +78,13 @@ def export_graph(component: str, config: Mapping[str, Any], *, progress: Progres
     """
     report = progress or (lambda stage, fraction: None)
     spec = component_spec(component, config)
+    stopped: list[BaseException] = []
     report(f"{component}: building the module", 0.0)
     with _EXPORTING, _plain_torch(), _quiet() as said:
         try:
             program = _trace(spec, report)
             report(f"{component}: converting to ONNX", 0.4)
+            stopped = _follow(program, lambda done: report(f"{component}: converting to ONNX", 0.4 + 0.4 * done))
             model = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -94,16 +96,19 @@ def export_graph(component: str, config: Mapping[str, Any], *, progress: Progres
             ).model
             parameters = set(program.state_dict)
             del program
-            report(f"{component}: cleaning the graph", 0.9)
+            report(f"{component}: cleaning the graph", 0.8)
             _name_weights(model, spec, parameters)
             _name_axes(model, spec)
-            _clean(model)
+            for step, total in _clean(model):
+                report(f"{component}: cleaning the graph", 0.8 + 0.2 * step / total)
             _place_weights(model)
             _declare_optional(model, spec)
             proto = ir.serde.serialize_model(model)
         except (Cancelled, ExportError):
             raise
         except Exception as error:
+            if stopped:  # the exporter wraps what is raised inside it
+                raise stopped[0] from None
             details = "\n".join(said[-20:])
             raise ExportError(f"{component} cannot be exported: {error}\n{details}".rstrip()) from error
     report(f"{component}: exported", 1.0)
@@ -141,6 +146,44 @@ def _trace(spec: ComponentSpec, report: Progress) -> torch.export.ExportedProgra
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# Measured: 5.6 to 7.4 on tiny models of every kind.
+_OPS_PER_NODE = 6
+
+
+def _follow(program: torch.export.ExportedProgram, report: Callable[[float], None]) -> list[BaseException]:
+    """Reports the share done while ``program`` is converted, which torch itself does not: that takes minutes for SDXL.
+
+    Conversion runs each node a few times on the program's fake tensors; every such operation is a chance to report.
+    Returns the list that will hold what ``report`` raised, so that it is known whatever it gets wrapped in.
+    """
+    from torch._guards import detect_fake_mode
+
+    raised: list[BaseException] = []
+    mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"])
+    if mode is None:
+        return raised
+    total = _OPS_PER_NODE * len(program.graph.nodes)
+    dispatch = mode.dispatch
+    seen = 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if raised:
+            raise raised[0]
+        if seen % 16 == 0:
+            try:
+                report(min(seen / total, 1.0))
+            except BaseException as error:
+                raised.append(error)
+                raise
+        return dispatch(*args, **kwargs)
+
+    # This one mode belongs to this one program; its class stays as it is.
+    mode.dispatch = watched
+    return raised
 
 
 def _sample(tensor: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
@@ -214,8 +257,14 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
         yield from node.outputs
 
 
-def _clean(model: ir.Model) -> None:
-    """Folds all that no input reaches, turns sequences into Split, drops what does nothing. Exact; weights stay."""
+_TURNS = 3
+
+
+def _clean(model: ir.Model) -> Iterator[tuple[int, int]]:
+    """Folds all that no input reaches, turns sequences into Split, drops what does nothing. Exact; weights stay.
+
+    Yields (steps done, steps in all) between its passes.
+    """
     from onnxscript import optimizer, rewriter
     from onnxscript.rewriter.rules import common as rules
 
@@ -236,12 +285,15 @@ def _clean(model: ir.Model) -> None:
         rules.fuse_pad_into_conv_rule,
     )
     common.InlinePass()(model)
-    for _ in range(3):
+    for turn in range(_TURNS):
         changed = optimizer.fold_constants_ir(model, onnx_shape_inference=True).modified
+        yield 3 * turn + 1, 3 * _TURNS
         rewriter.rewrite(model, pattern_rewrite_rules=exact)
+        yield 3 * turn + 2, 3 * _TURNS
         changed |= bool(common.IdentityEliminationPass()(model).modified)
         changed |= bool(common.CommonSubexpressionEliminationPass()(model).modified)
         common.RemoveUnusedNodesPass()(model)
+        yield 3 * turn + 3, 3 * _TURNS
         if not changed:
             break
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
