@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -83,6 +84,8 @@ def run(app: Any, arguments: Sequence[str]) -> int:
         _configure_logging(debug)
         with _interruptible():
             code = app(list(arguments), prog_name="sdaccel", standalone_mode=False)
+        if code == INTERRUPTED:  # typer has caught the KeyboardInterrupt
+            raise KeyboardInterrupt
         return OK if code is None else int(code)
     except (KeyboardInterrupt, Cancelled):
         say("stopped: nothing half-built is left in the store")
@@ -116,10 +119,19 @@ def main(app: Any) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a Windows console may have another encoding than our texts
             stream.reconfigure(errors="replace")
+    _quiet_libraries()
     code = run(app, sys.argv[1:])
     if code == INTERRUPTED:
         _leave(code)
     sys.exit(code)
+
+
+def _quiet_libraries() -> None:
+    """diffusers and transformers comment on what they load; with SDACCEL_DEBUG they may."""
+    if os.environ.get(settings.DEBUG.name, "0").strip() in ("", "0"):
+        os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        warnings.simplefilter("ignore")
 
 
 def _leave(code: int) -> None:

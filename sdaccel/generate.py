@@ -113,8 +113,11 @@ class Result:
 
 def open_pipeline(checkpoint: Any, request: Request) -> Any:
     """The checkpoint's pipeline in torch, of the kind that ``request`` needs (from text, from an image, inpainting)."""
+    from diffusers.utils import logging as diffusers_logging
+
     from sdaccel.models.pipeline import load_pipeline
 
+    diffusers_logging.disable_progress_bar()
     return fit_pipeline(load_pipeline(checkpoint), request)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sdaccel.engine.store import Store
-from sdaccel.generate import Drawn, Request, components_needed, fit_pipeline, generate, output_paths, report_lines, save
+from sdaccel.generate import Drawn, Request, components_needed, generate, open_pipeline, output_paths, report_lines, save
 from sdaccel.model_choice import demo_model
 from sdaccel.profile import ImageProfile, Range
 from sdaccel.verify import LIMITS
@@ -63,7 +63,6 @@ def quickstart(
     from sdaccel.integrations.diffusers import accelerate
     from sdaccel.models.checkpoint import open_checkpoint
     from sdaccel.models.demo import GUIDANCE_SCALE
-    from sdaccel.models.pipeline import load_pipeline
     from sdaccel.quality import prompt_matches, psnr
 
     report = progress or (lambda stage, fraction: None)
@@ -81,7 +80,7 @@ def quickstart(
         lambda stage, fraction: report(f"building {stage}", 0.7 * fraction),
     )
     build_seconds = time.perf_counter() - start
-    pipe = fit_pipeline(load_pipeline(checkpoint), request)
+    pipe = open_pipeline(checkpoint, request)
     expected, torch_seconds = _drawn(pipe, request, "in torch", 0.7, report)
     accelerate(pipe, store=store, components=components, build="never")
     found, seconds = _drawn(pipe, request, "through engines", 0.85, report)

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ExportError
 from sdaccel.export.components import source_of
-from sdaccel.generate import Request, fit_pipeline, generate
+from sdaccel.generate import Request, generate, open_pipeline
 from sdaccel.profile import SIDE_STEP, OptimizationProfile
 from sdaccel.quality import max_abs_error, psnr
 
@@ -216,11 +214,10 @@ def _check_image(
     checkpoint: Any, store: Store, backend: Backend, components: Sequence[str], request: Request, report: Progress
 ) -> ImageCheck | None:
     from sdaccel.integrations.diffusers import accelerate
-    from sdaccel.models.pipeline import load_pipeline
 
     if checkpoint.variant != "text-to-image" or checkpoint.family.value == "sdxl-refiner":
         return None  # it starts from an image: its components have been compared
-    pipe = fit_pipeline(load_pipeline(checkpoint, dtype=torch.float32), request)
+    pipe = open_pipeline(checkpoint, request)
     report("a whole image in torch", 0.75)
     expected = generate(pipe, request).images[0].image
     report("a whole image through engines", 0.88)
