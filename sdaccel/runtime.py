@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ FALLBACK_ERRORS = (UnsupportedCall, ProfileError, EngineBroken, EngineNotFound, 
 class ComponentRun:
     """What ran of one component: calls through engines and calls through torch, in milliseconds of wall-clock time."""
 
-    engines: dict[str, str] = field(default_factory=dict)
-    """engine id → the profile it ran"""
+    engines: dict[str, list[str]] = field(default_factory=dict)
+    """engine id → the profiles that ran"""
     backend: str = ""
     calls: int = 0
     milliseconds: float = 0.0
@@ -63,7 +63,9 @@ class RunReport:
     def ran_engine(self, component: str, engine: Entry, profile: OptimizationProfile, milliseconds: float) -> None:
         with self._lock:
             run = self.components.setdefault(component, ComponentRun())
-            run.engines[engine.key] = str(profile)
+            profiles = run.engines.setdefault(engine.key, [])
+            if str(profile) not in profiles:
+                profiles.append(str(profile))
             run.backend = engine.engine.backend
             run.calls += 1
             run.milliseconds += milliseconds
@@ -96,24 +98,31 @@ class RunReport:
     def to_json(self) -> dict[str, Any]:
         with self._lock:
             return {
-                "components": {name: dict(vars(run)) for name, run in self.components.items()},
-                "fallbacks": [dict(vars(fallback)) for fallback in self.fallbacks],
+                "ok": self.ok,
+                "components": {name: asdict(run) for name, run in self.components.items()},
+                "fallbacks": [asdict(fallback) for fallback in self.fallbacks],
                 "notes": list(self.notes),
                 "failed": list(self.failed),
             }
 
     def __str__(self) -> str:
         lines = []
-        for name, run in self.components.items():
-            parts = []
-            if run.calls:
-                ids = ", ".join(key[:12] for key in run.engines)
-                parts.append(f"engine {ids} ({run.backend}) {run.calls} calls, {run.milliseconds:.0f} ms")
-            if run.torch_calls:
-                parts.append(f"torch {run.torch_calls} calls, {run.torch_milliseconds:.0f} ms")
-            lines.append(f"{name}: {'; '.join(parts)}")
-        lines += [f"in torch: {f.component}, {f.calls} calls: {f.reason}" for f in self.fallbacks]
-        return "\n".join([*lines, *self.notes, *self.failed])
+        with self._lock:
+            for name, run in self.components.items():
+                parts = []
+                if run.calls:
+                    ids = ", ".join(key[:12] for key in run.engines)
+                    parts.append(f"engine {ids} ({run.backend}) {_calls(run.calls)}, {run.milliseconds:.0f} ms")
+                if run.torch_calls:
+                    with_adapters = f" with {', '.join(run.adapters)}" if run.adapters else ""
+                    parts.append(f"torch{with_adapters} {_calls(run.torch_calls)}, {run.torch_milliseconds:.0f} ms")
+                lines.append(f"{name}: {'; '.join(parts)}")
+            lines += [f"in torch: {f.component}, {_calls(f.calls)}: {f.reason}" for f in self.fallbacks]
+            return "\n".join([*lines, *self.notes, *(f"failed: {text}" for text in self.failed)])
+
+
+def _calls(number: int) -> str:
+    return "1 call" if number == 1 else f"{number} calls"
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,9 @@ class Candidate:
 class ExecutionContext:
     """The engines of one component, ready to be chosen from. Engines are verified and loaded when first needed.
 
-    One lock guards a context: calls from several threads run one after the other.
+    A call runs in the profile that contains its shapes and whose opt is nearest; of equally near ones, in that of the
+    newest engine, then the first of its profiles. One lock guards a context: calls from several threads run one after
+    the other.
     """
 
     def __init__(self, component: str, store: Store, backend: Backend, engines: Sequence[Entry]):
@@ -161,18 +172,28 @@ class ExecutionContext:
         if not self.candidates:
             raise UnsupportedCall(f"no engine of {self.component} is in the store.", hint="Run: sdaccel build")
         with self._lock:
-            candidate = self._choose(inputs)
-            engine = self._load(candidate.entry)
+            candidate, engine = self._ready(inputs)
             start = time.perf_counter()
             results = engine.run(inputs, outputs, candidate.index)
             milliseconds = (time.perf_counter() - start) * 1e3
         report.ran_engine(self.component, candidate.entry, candidate.profile, milliseconds)
         return results
 
+    def _ready(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Candidate, LoadedEngine]:
+        """The engine to run, loaded. One that turns out to be broken is left out from then on."""
+        while True:
+            candidate = self._choose(inputs)
+            try:
+                return candidate, self._load(candidate.entry)
+            except (EngineBroken, EngineNotFound, BackendError) as error:
+                self._broken[candidate.entry.key] = error
+            except OSError as error:
+                self._broken[candidate.entry.key] = EngineBroken(f"{candidate.entry.path} cannot be read: {error}.")
+
     def _choose(self, inputs: Mapping[str, torch.Tensor]) -> Candidate:
         alive = [candidate for candidate in self.candidates if candidate.entry.key not in self._broken]
         if not alive:
-            raise EngineBroken(str(next(iter(self._broken.values()))))
+            raise next(iter(self._broken.values()))
         sizes = axis_sizes(alive[0].entry.engine, inputs)
         return alive[choose([candidate.profile for candidate in alive], sizes)]
 
@@ -180,13 +201,8 @@ class ExecutionContext:
         """The engine, verified and loaded; engines that differ in their profiles alone share one."""
         plan = tuple(digest for _, info in sorted(entry.files.items()) for digest in info.sha256)
         if plan not in self._loaded:
-            try:
-                self.store.open_engine(entry.key)
-                weights = self.store.root / "weights"
-                self._loaded[plan] = self.backend.load(entry.path, weights, entry.engine.inputs)
-            except (EngineBroken, EngineNotFound, BackendError) as error:
-                self._broken[entry.key] = error
-                raise
+            self.store.open_engine(entry.key)
+            self._loaded[plan] = self.backend.load(entry.path, self.store.root / "weights", entry.engine.inputs)
         return self._loaded[plan]
 
 

@@ -3,15 +3,22 @@
 The pipeline's modules stay the objects they are: config, dtype, device, save_pretrained, LoRA loaders and schedulers
 see no difference. Only ``forward`` of the UNet and text encoders and ``decode`` and ``encode`` of the VAE are replaced,
 on these instances. Every call is dispatched on its own: an engine runs it, or torch does and the report says why.
+
+Copies (``copy.deepcopy``, pickle, ``save_pretrained``) of an accelerated pipeline or module are plain ones. A pipeline
+made by ``from_pipe`` shares the modules, so engines run it too; `accelerate` it to get locks and reports of its own.
 """
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,18 +27,17 @@ from torch import nn
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components
 from sdaccel.engine.store import Entry, Store
-from sdaccel.errors import SdaccelError, SettingError, UnsupportedCall
-from sdaccel.export.components import source_of
+from sdaccel.errors import BackendError, SettingError, UnsupportedCall
+from sdaccel.export.components import residual_layout, source_of
+from sdaccel.export.to_onnx import architecture_hash
 from sdaccel.integrations.watch import ModuleWatch
-from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
+from sdaccel.models.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile
 from sdaccel.progress import terminal_progress
 from sdaccel.runtime import FALLBACK_ERRORS, ExecutionContext, RunReport, unusable
 
 BUILD = ("if-missing", "never")
 HALF = (torch.float16, torch.bfloat16)
-
-Torch = Callable[..., Any]
 
 
 def accelerate(
@@ -53,23 +59,21 @@ def accelerate(
     build: "if-missing" builds what the store lacks, "never" runs in torch what has no engine.
     fallback: False raises instead of running a call in torch.
 
-    One call of the pipeline runs at a time: a lock serialises threads, since a diffusers scheduler holds state.
-    ``pipe.sdaccel.last_report`` is the `RunReport` of the last call. Raises SettingError, ModelError, ExportError,
-    BackendError, StoreError.
+    One call of the pipeline runs at a time: a lock serialises threads, since pipelines and schedulers hold state.
+    ``pipe.sdaccel.last_report`` is the `RunReport` of this thread's last call. Raises SettingError, ModelError,
+    ExportError, BackendError, StoreError; the pipeline is then as it was.
     """
     if build not in BUILD:
         raise SettingError(f"build={build!r} is not one of {', '.join(BUILD)}.")
-    if hasattr(pipe, "sdaccel"):
-        restore(pipe)
     place = store if isinstance(store, Store) else Store(store)
     chosen_backend = pick_backend(backend)
     checkpoint = open_checkpoint(pipe)
     wanted = buildable_components(checkpoint, components)
-    engines, notes = _engines(checkpoint, wanted, tuple(profiles), chosen_backend, place, build, progress)
-    accelerated = Accelerated(pipe, fallback, notes)
+    engines, notes = _engines(checkpoint, wanted, tuple(profiles or ()), chosen_backend, place, build, progress)
+    restore(pipe)
+    accelerated = Accelerated(pipe, fallback, notes, {} if components else _left_out(pipe, checkpoint))
     for component in wanted:
-        context = ExecutionContext(component, place, chosen_backend, engines[component])
-        accelerated.swap(component, context)
+        accelerated.swap(component, ExecutionContext(component, place, chosen_backend, engines[component]))
     accelerated.install()
     return pipe
 
@@ -80,6 +84,17 @@ def restore(pipe: Any) -> Any:
     if isinstance(accelerated, Accelerated):
         accelerated.remove()
     return pipe
+
+
+def _left_out(pipe: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Parts of the pipeline that no engine can stand for, and why."""
+    parts = [name for name in COMPONENTS if getattr(pipe, name, None) is not None]
+    notes = {name: note for note in checkpoint.notes for name in parts if note.startswith(name)}
+    return {
+        name: notes.get(name, f"no engine can be built of a {type(getattr(pipe, name)).__name__}")
+        for name in parts
+        if name not in checkpoint.components
+    }
 
 
 def _engines(
@@ -94,9 +109,11 @@ def _engines(
     """The engines of each component that run here, built where that is asked for; and notes for the report."""
 
     def fitting(component: str) -> list[Entry]:
+        source = checkpoint.components[source_of(component)]
         return store.find_engines(
             component=component,
-            weights=checkpoint.components[source_of(component)].content_hash,
+            architecture=architecture_hash(component, source.config),
+            weights=source.content_hash,
             backend=backend.name,
             device=backend.device(),
             versions=backend.versions(),
@@ -117,54 +134,122 @@ def _engines(
     return found, [f"{component} has no engine for all that was asked for." for component in missing]
 
 
+# --- the pipeline -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one call goes: an accelerated pipeline's engines, its report, and what it wants of torch."""
+
+    context: ExecutionContext
+    report: RunReport
+    fallback: bool
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        return self.context.run(inputs, self.report, outputs)
+
+
+_running = threading.local()
+"""``stack``: the accelerated pipelines that this thread is in a call of, outermost first."""
+
+
+def _stack() -> list[Accelerated]:
+    if not hasattr(_running, "stack"):
+        _running.stack = []
+    return _running.stack
+
+
 class Accelerated:
     """What `accelerate` leaves on a pipeline as ``pipe.sdaccel``."""
 
-    def __init__(self, pipe: Any, fallback: bool, notes: Sequence[str] = ()):
+    def __init__(self, pipe: Any, fallback: bool, notes: Sequence[str] = (), left_out: Mapping[str, str] | None = None):
         self.pipe = pipe
+        self._class = type(pipe)
         self.fallback = fallback
         self.notes = list(notes)
-        self.last_report = RunReport()
+        self.left_out = dict(left_out or {})
         self.swaps: dict[str, Swap] = {}
-        self.lock = threading.RLock()
-        self._class = type(pipe)
+        self.contexts: dict[str, ExecutionContext] = {}
+        self._lock = threading.RLock()
+        self._latest = RunReport()
+        self._reports = threading.local()
+
+    @property
+    def last_report(self) -> RunReport:
+        """Of this thread's last call (the present one during a call), or of any thread's if it made none."""
+        return getattr(self._reports, "last", self._latest)
 
     def swap(self, component: str, context: ExecutionContext) -> None:
-        source = source_of(component)
-        module = getattr(self.pipe, source)
-        watch = next((swap.watch for swap in self.swaps.values() if swap.module is module), None)
-        kind = {"unet": UNetSwap, "vae_decoder": DecoderSwap, "vae_encoder": EncoderSwap}.get(component, TextSwap)
-        self.swaps[component] = kind(self, component, module, context, watch or ModuleWatch(module))
+        module = getattr(self.pipe, source_of(component))
+        kind = _SWAPS.get(component, TextSwap)
+        swap = find_swap(module, kind.method)
+        if swap is None:
+            watch = next((other.watch for other in _swaps_of(module)), None) or self._watch_of(module)
+            swap = kind(component, module, watch or ModuleWatch(module))
+        self.swaps[component] = swap
+        self.contexts[component] = context
+
+    def _watch_of(self, module: nn.Module) -> ModuleWatch | None:
+        return next((swap.watch for swap in self.swaps.values() if swap.module is module), None)
+
+    def attach(self) -> None:
+        for component, swap in self.swaps.items():
+            swap.install(self, self.contexts[component])
+
+    def detach(self) -> None:
+        for swap in self.swaps.values():
+            swap.remove(self)
 
     def install(self) -> None:
-        for swap in self.swaps.values():
-            swap.install()
+        self.attach()
         self.pipe.__class__ = _accelerated_class(self._class)
         self.pipe.sdaccel = self
 
     def remove(self) -> None:
-        for swap in self.swaps.values():
-            swap.remove()
+        self.detach()
         self.pipe.__class__ = self._class
         del self.pipe.sdaccel
 
     def engines(self) -> dict[str, list[str]]:
         """Component → ids of the engines that calls can be dispatched to."""
-        return {name: [entry.key for entry in swap.context.engines] for name, swap in self.swaps.items()}
+        return {name: [entry.key for entry in context.engines] for name, context in self.contexts.items()}
 
     def generate(self, call: Callable[[], Any]) -> Any:
-        """One call of the pipeline under the lock, with a report of its own."""
-        with self.lock:
-            self.last_report = RunReport()
-            for note in self.notes:
-                self.last_report.note(note)
-            for swap in self.swaps.values():
-                swap.look_closer()
+        """One call of the pipeline under the locks, with a report of its own."""
+        with ExitStack() as held:
+            held.enter_context(self._lock)
+            held.enter_context(_lock_of(self.pipe.scheduler))
+            report = RunReport()
+            outer = getattr(self._reports, "running", None)
+            self._reports.last = self._reports.running = self._latest = report
+            _stack().append(self)
             try:
-                return call()
+                for note in self.notes:
+                    report.note(note)
+                for component, reason in self.left_out.items():
+                    report.fell_back(component, reason)
+                for watch in {id(swap.watch): swap.watch for swap in self.swaps.values()}.values():
+                    with watch.lock:
+                        watch.look_closer()
+                result = call()
+                self._check_in_place(report)
+                return result
             finally:
-                for swap in self.swaps.values():
-                    swap.check_in_place()
+                _stack().pop()
+                self._reports.running = outer
+                if outer is not None:
+                    self._reports.last = outer
+
+    def _check_in_place(self, report: RunReport) -> None:
+        """Reports swaps that other code took out, so that their engines were never asked."""
+        for component, swap in self.swaps.items():
+            source = source_of(component)
+            if getattr(self.pipe, source, None) is not swap.module:
+                report.fell_back(component, f"pipe.{source} was replaced after accelerate()")
+            elif component not in report.components and not swap.in_place():
+                report.fell_back(component, f"{source}.{swap.method} was replaced after accelerate()")
 
 
 @functools.cache
@@ -175,76 +260,149 @@ def _accelerated_class(cls: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.sdaccel.generate(lambda: cls.__call__(self, *args, **kwargs))  # type: ignore[operator]
 
-    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    def reduce(self: Any, protocol: Any) -> Any:
+        return copyreg.__newobj__, (cls,), {k: v for k, v in self.__dict__.items() if k != "sdaccel"}  # type: ignore[attr-defined]
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {"__call__": call, "__reduce_ex__": reduce, **names})
+
+
+_scheduler_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()  # type: ignore[valid-type]
+_scheduler_locks_guard = threading.Lock()
+
+
+def _lock_of(scheduler: Any) -> Any:
+    """The lock of a scheduler: pipelines made by ``from_pipe`` share theirs."""
+    with _scheduler_locks_guard:
+        return _scheduler_locks.setdefault(scheduler, threading.RLock())
+
+
+# --- one method of one module -----------------------------------------------------------------------------------------
+
+
+class Replacement:
+    """What stands in a module where its method stood. Copies of the module get the method itself."""
+
+    __slots__ = ("__dict__", "swap")
+
+    def __init__(self, swap: Swap):
+        self.swap = swap
+        functools.update_wrapper(self, swap.original())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.swap(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.swap.module))
+        return self if copied is None else _plain_method(copied, self.swap.method)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_method, (self.swap.module, self.swap.method)
+
+
+def _plain_method(module: nn.Module, method: str) -> Any:
+    return MethodType(getattr(type(module), method), module)
+
+
+def find_swap(module: nn.Module, method: str) -> Swap | None:
+    """The swap that stands in ``module`` for ``method``, also inside a hook of the accelerate library."""
+    for place in (method, "_old_forward"):
+        found = module.__dict__.get(place)
+        if isinstance(found, Replacement) and found.swap.method == method:
+            return found.swap
+    return None
+
+
+def _swaps_of(module: nn.Module) -> Iterator[Swap]:
+    for method in ("forward", "decode", "encode"):
+        swap = find_swap(module, method)
+        if swap is not None:
+            yield swap
 
 
 class Swap:
-    """One method of one module, replaced on the instance. Subclasses translate its arguments and results."""
+    """One method of one module, replaced on the instance. Subclasses translate its arguments and results.
+
+    Pipelines that share the module share its swap. A call goes to the engines of the pipeline that is running in this
+    thread; outside of one, to those of the pipeline accelerated last.
+    """
 
     method = "forward"
 
-    def __init__(
-        self, owner: Accelerated, component: str, module: nn.Module, context: ExecutionContext, watch: ModuleWatch
-    ):
-        self.owner = owner
+    def __init__(self, component: str, module: nn.Module, watch: ModuleWatch):
         self.component = component
         self.module = module
-        self.context = context
         self.watch = watch
-        self._before = module.__dict__.get(self.method)
-        self._torch: Torch = getattr(module, self.method)
-        self._edited: str | None = None
+        self._owners: list[tuple[Accelerated, ExecutionContext]] = []
         self._bypass = threading.local()
+        # Inside a hook that moves weights, as the method itself is.
+        hooked = hasattr(module, "_hf_hook") and "_old_forward" in module.__dict__ and self.method == "forward"
+        self._place = "_old_forward" if hooked else self.method
+        self._before = module.__dict__.get(self._place)
+        self._replacement = Replacement(self)
 
-        @functools.wraps(self._torch)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+    def original(self) -> Callable[..., Any]:
+        return _plain_method(self.module, self.method) if self._before is None else self._before
 
-        self._replacement = replacement
+    def install(self, owner: Accelerated, context: ExecutionContext) -> None:
+        if not self._owners:
+            self.module.__dict__[self._place] = self._replacement
+        self._owners.append((owner, context))
 
-    def install(self) -> None:
-        setattr(self.module, self.method, self._replacement)
-
-    def remove(self) -> None:
-        if self._before is None:
-            self.module.__dict__.pop(self.method, None)
-        else:
-            setattr(self.module, self.method, self._before)
-
-    def look_closer(self) -> None:
-        self._edited = self.watch.look_closer()
-
-    def check_in_place(self) -> None:
-        """Reports a swap that other code took out, so that its engine was never asked."""
-        source = source_of(self.component)
-        if getattr(self.owner.pipe, source, None) is not self.module:
-            self.report.fell_back(self.component, f"pipe.{source} was replaced after accelerate()")
-        hooked = hasattr(self.module, "_hf_hook")
-        if self.module.__dict__.get(self.method) is not self._replacement and not hooked:
-            self.report.fell_back(self.component, f"{source}.{self.method} was replaced after accelerate()")
+    def remove(self, owner: Accelerated) -> None:
+        self._owners = [pair for pair in self._owners if pair[0] is not owner]
+        if self._owners:
+            return
+        state = self.module.__dict__
+        for place in (self.method, "_old_forward"):
+            if state.get(place) is not self._replacement:
+                continue
+            if self._before is None and place == self._place:
+                del state[place]
+            else:
+                state[place] = self.original()
+        hook = state.get(self.method)
+        if getattr(hook, "__wrapped__", None) is self._replacement:
+            hook.__wrapped__ = self.original()  # type: ignore[union-attr]
 
     @property
-    def report(self) -> RunReport:
-        return self.owner.last_report
+    def context(self) -> ExecutionContext:
+        """The engines of the pipeline accelerated last."""
+        return self._owners[-1][1]
+
+    def in_place(self) -> bool:
+        return find_swap(self.module, self.method) is self
+
+    def _target(self) -> Target | None:
+        owners = self._owners
+        if not owners:
+            return None
+        stack = _stack()
+        running = next((pair for owner in reversed(stack) for pair in owners if pair[0] is owner), owners[-1])
+        owner, context = running
+        return Target(context, owner.last_report, owner.fallback)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self._bypass, "on", False):
-            return self._torch(*args, **kwargs)
-        with self.owner.lock:
+        target = self._target()
+        if target is None or getattr(self._bypass, "on", False):
+            return self.original()(*args, **kwargs)
+        with self.watch.lock:
             try:
-                reason = self.watch.reason()
+                reason = self.watch.reason() if _stack() else self.watch.look()
                 if reason:
                     raise UnsupportedCall(f"{reason}.")
-                self._check_device()
-                result = self.run(*args, **kwargs)
+                self._check(target, args, kwargs)
+                result = self.run(target, *args, **kwargs)
             except FALLBACK_ERRORS as error:
-                if not self.owner.fallback:
+                if not target.fallback:
                     raise
-                self.report.fell_back(self.component, str(error))
-                result = self._run_torch(*args, **kwargs)
-            return self._usable(result, args, kwargs)
+                target.report.fell_back(self.component, str(error))
+                result = self._run_torch(target, args, kwargs)
+                exact = not _has_half((args, kwargs)) and not any(p.dtype in HALF for p in self.module.parameters())
+                return self._usable(target, result, args, kwargs, final=exact)
+            return self._usable(target, result, args, kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, target: Target, /, *args: Any, **kwargs: Any) -> Any:
         """What the method returns, computed by an engine. Raises one of `FALLBACK_ERRORS`."""
         raise NotImplementedError
 
@@ -252,32 +410,59 @@ class Swap:
         """The tensor of a result that must be finite and not constant."""
         return result[0]
 
-    def _check_device(self) -> None:
-        wanted = self.context.backend.device_type()
-        found = next(self.module.parameters()).device.type
-        if found != wanted:
-            raise UnsupportedCall(f"the pipeline is on {found}, the backend {self.context.backend.name} on {wanted}.")
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.module.parameters()):
-            raise UnsupportedCall("gradients are wanted, engines give none (use torch.no_grad()).")
+    def cast(self, result: Any, dtype: torch.dtype) -> Any:
+        """A result of torch in another dtype."""
+        for key, value in result.items() if isinstance(result, dict) else ():
+            result[key] = _cast(value, dtype)
+        return result if isinstance(result, dict) else _cast(result, dtype)
 
-    def _run_torch(self, *args: Any, **kwargs: Any) -> Any:
+    def _check(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        backend = target.context.backend
+        wanted = backend.device_type()
+        parameter = next(self.module.parameters())
+        if parameter.device.type != wanted:
+            raise UnsupportedCall(
+                f"the pipeline is on {parameter.device.type}, the backend {backend.name} on {wanted}."
+            )
+        if parameter.dtype == torch.float64:
+            raise UnsupportedCall("the module is float64, more than an engine computes in.")
+        if torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
+            or any(parameter.requires_grad for parameter in self.module.parameters())
+        ):
+            raise UnsupportedCall("gradients are wanted, engines give none (use torch.no_grad()).")
+        if torch.is_autocast_enabled(wanted):
+            target.report.note("torch.autocast is on: engines compute in their own precision.")
+
+    def _run_torch(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         start = time.perf_counter()
-        result = self._torch(*args, **kwargs)
-        self.report.ran_torch(self.component, (time.perf_counter() - start) * 1e3, self.watch.adapters())
+        result = self.original()(*args, **kwargs)
+        target.report.ran_torch(self.component, (time.perf_counter() - start) * 1e3, self.watch.adapters())
         return result
 
-    def _usable(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``result``, or what torch gives in float32 where it holds NaN, infinite values or one constant."""
-        fault = unusable(self.tensor(result))
+    def _usable(
+        self, target: Target, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, final: bool = False
+    ) -> Any:
+        """``result``, or what torch gives in float32 where it holds NaN, infinite values or one constant.
+
+        ``final``: it came from torch in float32 already.
+        """
+        output = self.tensor(result)
+        fault = unusable(output)
         if fault is None:
             return result
-        self.report.fell_back(self.component, f"the output was {fault}: computed again by torch in float32.")
-        with self._float32():
-            retried = self._run_torch(*_float32(args), **_float32(kwargs))
-        fault = unusable(self.tensor(retried))
+        if not final:
+            if not target.fallback:
+                raise BackendError(f"the output of {self.component} was {fault}, and fallback=False forbids torch.")
+            target.report.fell_back(self.component, f"the output was {fault}: computed again by torch in float32.")
+            with self._float32():
+                result = self._run_torch(target, _cast(args, torch.float32), _cast(kwargs, torch.float32))
+            fault = unusable(self.tensor(result))
+            if output.dtype in HALF:
+                result = self.cast(result, output.dtype)
         if fault:
-            self.report.fail(f"{self.component} gives {fault}, in torch and float32 too.")
-        return retried
+            target.report.fail(f"{self.component} gives {fault}, in torch and float32 too.")
+        return result
 
     @contextmanager
     def _float32(self):
@@ -294,19 +479,37 @@ class Swap:
             self._bypass.on = False
 
 
-def _float32(value: Any) -> Any:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in HALF else value
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _has_half(value: Any) -> bool:
+    return any(tensor.dtype in HALF for tensor in _tensors(value))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in it as ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):
-        return type(value)(_float32(item) for item in value)
+        return type(value)(_cast(item, dtype) for item in value)
     if isinstance(value, Mapping):
-        return {key: _float32(item) for key, item in value.items()}
+        return {key: _cast(item, dtype) for key, item in value.items()}
     return value
 
 
 class UNetSwap(Swap):
     def run(
         self,
+        target: Target,
+        /,
         sample: torch.Tensor,
         timestep: torch.Tensor | float | int,
         encoder_hidden_states: torch.Tensor,
@@ -334,6 +537,7 @@ class UNetSwap(Swap):
         for name, value in refused.items():
             if value is not None:
                 raise UnsupportedCall(f"the UNet was called with {name}, which engines do not take.")
+        _need_tensors(sample=sample, encoder_hidden_states=encoder_hidden_states)
         batch = sample.shape[0]
         inputs = {
             "sample": sample,
@@ -345,16 +549,24 @@ class UNetSwap(Swap):
             inputs["y"] = vector
         if timestep_cond is not None:
             inputs["timestep_cond"] = timestep_cond
-        for index, residual in enumerate(down_block_additional_residuals or ()):
-            inputs[f"down_residual_{index}"] = residual
-        if mid_block_additional_residual is not None:
-            inputs["mid_residual"] = mid_block_additional_residual
-        out = self.context.run(inputs, self.report)["sample_out"].to(sample.device, sample.dtype)
+        inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
+        out = target.run(inputs)["sample_out"].to(sample.device, sample.dtype)
         if not return_dict:
             return (out,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
         return UNet2DConditionOutput(sample=out)
+
+    def _residuals(self, down: Sequence[torch.Tensor] | None, mid: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """ControlNet's residuals: all or none. Down residuals alone mean a T2I-Adapter to the UNet."""
+        if down is None and mid is None:
+            return {}
+        if down is None or mid is None:
+            raise UnsupportedCall("the UNet was called with residuals of the down path or of the middle alone.")
+        wanted = len(residual_layout(self.module.config)) - 1  # type: ignore[arg-type]
+        if len(down) != wanted:
+            raise UnsupportedCall(f"the UNet was called with {len(down)} down residuals; engines take {wanted}.")
+        return {"mid_residual": mid} | {f"down_residual_{index}": residual for index, residual in enumerate(down)}
 
     def _vector(self, added: Mapping[str, Any]) -> torch.Tensor | None:
         """SDXL's vector: pooled text, then Fourier features of the time ids, as the UNet's own forward joins them."""
@@ -372,9 +584,17 @@ class UNetSwap(Swap):
         return torch.cat([text.float(), features.float()], dim=-1)
 
 
+def _need_tensors(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedCall(f"{name} is a {type(value).__name__}; engines take tensors.")
+
+
 class TextSwap(Swap):
     def run(
         self,
+        target: Target,
+        /,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
@@ -387,15 +607,17 @@ class TextSwap(Swap):
         for name, value in refused.items():
             if value is not None:
                 raise UnsupportedCall(f"the text encoder was called with {name}, which engines do not take.")
-        if input_ids is None or output_attentions:
-            raise UnsupportedCall("engines of text encoders take token ids and give no attention maps.")
         config = self.module.config
+        maps = getattr(config, "output_attentions", False) if output_attentions is None else output_attentions
+        if input_ids is None or maps:
+            raise UnsupportedCall("engines of text encoders take token ids and give no attention maps.")
+        _need_tensors(input_ids=input_ids)
         hidden_wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         names = ["last_hidden_state", "pooled"]
         if hidden_wanted:
             names += [f"hidden_{layer}" for layer in range(config.num_hidden_layers + 1)]  # type: ignore[operator]
         ids = input_ids.view(-1, input_ids.shape[-1])
-        results = self.context.run({"input_ids": ids}, self.report, names)
+        results = target.run({"input_ids": ids}, names)
         dtype = next(self.module.parameters()).dtype
         results = {name: value.to(input_ids.device, dtype) for name, value in results.items()}
         hidden = tuple(results[name] for name in names[2:]) if hidden_wanted else None
@@ -421,15 +643,16 @@ class _VaeSwap(Swap):
 
     input = ""
 
-    def _through_engine(self, tensor: torch.Tensor, output: str) -> torch.Tensor:
+    def _through_engine(self, target: Target, tensor: torch.Tensor, output: str) -> torch.Tensor:
         vae: Any = self.module
+        _need_tensors(**{self.input: tensor})
         limit = vae.tile_latent_min_size if self.component == "vae_decoder" else vae.tile_sample_min_size
         if vae.use_tiling and max(tensor.shape[-2:]) > limit:
             raise UnsupportedCall("VAE tiling is on, which engines do not do (pipe.vae.disable_tiling()).")
         pieces = tensor.split(1) if vae.use_slicing else (tensor,)
-        results = [self.context.run({self.input: piece}, self.report)[output] for piece in pieces]
+        results = [target.run({self.input: piece})[output] for piece in pieces]
         if next(vae.parameters()).dtype in HALF:
-            self.report.note(f"{self.component} ran in float32, where half precision can overflow.")
+            target.report.note(f"{self.component} ran in float32, where half precision can overflow.")
         return torch.cat(results).to(tensor.device, tensor.dtype) if len(results) > 1 else results[0].to(tensor)
 
 
@@ -437,8 +660,8 @@ class DecoderSwap(_VaeSwap):
     method = "decode"
     input = "latents"
 
-    def run(self, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
-        image = self._through_engine(z, "image")
+    def run(self, target: Target, /, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
+        image = self._through_engine(target, z, "image")
         if not return_dict:
             return (image,)
         from diffusers.models.autoencoders.vae import DecoderOutput
@@ -450,15 +673,24 @@ class EncoderSwap(_VaeSwap):
     method = "encode"
     input = "image"
 
-    def run(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+    def run(self, target: Target, /, x: torch.Tensor, return_dict: bool = True) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-        posterior = DiagonalGaussianDistribution(self._through_engine(x, "moments"))
+        posterior = DiagonalGaussianDistribution(self._through_engine(target, x, "moments"))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def tensor(self, result: Any) -> torch.Tensor:
         return result[0].parameters
 
+    def cast(self, result: Any, dtype: torch.dtype) -> Any:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
-__all__ = ["Accelerated", "SdaccelError", "accelerate", "restore"]
+        posterior = DiagonalGaussianDistribution(self.tensor(result).to(dtype))
+        return (posterior,) if isinstance(result, tuple) else AutoencoderKLOutput(latent_dist=posterior)
+
+
+_SWAPS: dict[str, type[Swap]] = {"unet": UNetSwap, "vae_decoder": DecoderSwap, "vae_encoder": EncoderSwap}
+
+__all__ = ["Accelerated", "accelerate", "restore"]
