@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFilter
 
 from sdaccel.errors import SettingError
 from sdaccel.models.demo.scenes import COLOURS, PLACES, SHAPES
@@ -65,7 +65,7 @@ def _pair(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
 
 WORKING_SIDE = 256  # larger images are first reduced to this shorter side
 COLOUR_TOLERANCE = 80.0  # RGB distance (0..255 a channel) up to which a colour still has a name
-SHAPE_OVERLAP = 0.78  # least intersection over union with a shape's template
+SHAPE_OVERLAP = 0.8  # least intersection over union with a shape's template
 SMALL_BELOW = 0.22  # radius, as a fraction of the shorter side, that parts small from large
 _DUST = 0.0025  # of the image's area: smaller specks are no object
 
@@ -188,10 +188,9 @@ def _read_object(pixels: np.ndarray, mask: np.ndarray, ground: np.ndarray) -> Sc
     outside, _ = _components(~np.pad(crop, 1))
     whole = (outside != outside[0, 0])[1:-1, 1:-1]
     fill = crop.sum() / whole.sum()
-    shape, template, overlap = max(
-        ((name, t, _overlap(whole, t.mask)) for name, t in _templates().items()), key=lambda found: found[2]
-    )
-    tall, wide = crop.shape
+    scaled, (tall, wide) = _scaled(whole), crop.shape
+    template, overlap = max(((t, _overlap(scaled, t.mask)) for t in _templates()), key=lambda found: found[1])
+    shape = template.shape
     if not 0.78 < (wide / tall) / (template.wide / template.tall) < 1.28 or overlap < SHAPE_OVERLAP:
         shape = "unclear"
     hollow = fill < 0.88
@@ -203,9 +202,9 @@ def _read_object(pixels: np.ndarray, mask: np.ndarray, ground: np.ndarray) -> Sc
     return SceneObject(
         colour=_colour_name(np.median(inside[contrast >= np.median(contrast)], axis=0)),
         shape=shape,
-        x=(left + wide / 2) / width,
-        y=(top + tall / 2 - template.middle * radius) / height,
-        radius=radius / min(height, width),
+        x=float(left + wide / 2) / width,
+        y=float(top + tall / 2 - template.middle * radius) / height,
+        radius=float(radius / min(height, width)),
         hollow=bool(hollow),
     )
 
@@ -214,6 +213,7 @@ def _read_object(pixels: np.ndarray, mask: np.ndarray, ground: np.ndarray) -> Sc
 class _Template:
     """A filled shape of radius 1, scaled to its bounding box: `wide` × `tall`, whose middle lies at (0, `middle`)."""
 
+    shape: str
     mask: np.ndarray
     wide: float
     tall: float
@@ -221,8 +221,10 @@ class _Template:
 
 
 @functools.cache
-def _templates() -> dict[str, _Template]:
-    def star(count: int, *radii: float) -> list[tuple[float, float]]:
+def _templates() -> tuple[_Template, ...]:
+    """Every shape, sharp and with its corners rounded, as decoders round the smaller ones."""
+
+    def points(count: int, *radii: float) -> list[tuple[float, float]]:
         angles = [(2 * math.pi * i / count, radii[i % len(radii)]) for i in range(count)]
         return [(r * math.sin(a), -r * math.cos(a)) for a, r in angles]
 
@@ -231,21 +233,31 @@ def _templates() -> dict[str, _Template]:
     quarters = [corner, [(x, -y) for x, y in corner[::-1]]]
     quarters += [[(-x, -y) for x, y in corner], [(-x, y) for x, y in corner[::-1]]]
     outlines = {
-        "circle": star(360, 1.0),
+        "circle": points(360, 1.0),
         "square": [(half, half), (half, -half), (-half, -half), (-half, half)],
-        "triangle": star(3, 1.0),
-        "star": star(10, 1.0, 0.45),
+        "triangle": points(3, 1.0),
+        "star": points(10, 1.0, 0.45),
         "cross": [point for quarter in quarters for point in quarter],
     }
-    templates = {}
-    for name, points in outlines.items():
-        canvas = Image.new("L", (801, 801))
-        ImageDraw.Draw(canvas).polygon([(400 + 400 * x, 400 + 400 * y) for x, y in points], fill=255)
-        mask = np.asarray(canvas.crop(canvas.getbbox())) > 0
-        xs, ys = zip(*points, strict=True)
-        low, high = min(ys), max(ys)
-        templates[name] = _Template(_scaled(mask), max(xs) - min(xs), high - low, (low + high) / 2)
-    return templates
+    unit, middle = 100, 150
+    templates = []
+    for shape, outline in outlines.items():
+        sharp = Image.new("L", (2 * middle + 1, 2 * middle + 1))
+        ImageDraw.Draw(sharp).polygon([(middle + unit * x, middle + unit * y) for x, y in outline], fill=255)
+        for blur in (0.0, 0.08, 0.14):
+            mask = np.asarray(sharp.filter(ImageFilter.GaussianBlur(blur * unit))) > 127
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+            top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+            templates.append(
+                _Template(
+                    shape,
+                    _scaled(mask[top:bottom, left:right]),
+                    (right - left) / unit,
+                    (bottom - top) / unit,
+                    ((top + bottom) / 2 - middle) / unit,
+                )
+            )
+    return tuple(templates)
 
 
 def _scaled(mask: np.ndarray) -> np.ndarray:
@@ -254,7 +266,6 @@ def _scaled(mask: np.ndarray) -> np.ndarray:
 
 
 def _overlap(mask: np.ndarray, template: np.ndarray) -> float:
-    mask = _scaled(mask)
     return float((mask & template).sum() / max(1, (mask | template).sum()))
 
 

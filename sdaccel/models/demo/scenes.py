@@ -188,7 +188,7 @@ def _caption(scene: Scene, rng: random.Random, *, plain: bool) -> str:
         place = scene.things[0].place
         what = f"{names[0]} {word(place)}" if place else names[0]
     if often(0.92):
-        ground = f"{article}{scene.background} background"
+        ground = f"{'the ' if article == 'the ' else 'a '}{scene.background} background"
         ways = (f"{what} on {ground}",)
         if not plain:
             ways = (
@@ -196,7 +196,7 @@ def _caption(scene: Scene, rng: random.Random, *, plain: bool) -> str:
                 f"{what}, {scene.background} background",
                 f"{what} on {scene.background}",
                 f"on {ground}, {what}",
-                f"{what} over {ground}" if len(names) == 1 else f"{what} on {ground}",
+                f"{what} over {ground}" if len(names) == 1 and not scene.things[0].place else f"{what} on {ground}",
                 f"{scene.background} background with {what}",
             )
         what = rng.choice(ways)

@@ -60,11 +60,11 @@ VAE_CANVASES = (
     Canvas(384, 256, 42, 1_600, (0.02, 0.03)),
 )
 UNET_CANVASES = (
-    Canvas(256, 256, 512, 100_000, (0.72, 0.44), compiled=True),
-    Canvas(512, 512, 128, 16_000, (0.14, 0.26), compiled=True),
-    Canvas(1024, 1024, 32, 3_200, (0.08, 0.22), compiled=True),
-    Canvas(256, 384, 320, 10_000, (0.03, 0.04)),
-    Canvas(384, 256, 320, 10_000, (0.03, 0.04)),
+    Canvas(256, 256, 512, 40_000, (0.72, 0.48), compiled=True),
+    Canvas(512, 512, 128, 8_000, (0.14, 0.26), compiled=True),
+    Canvas(1024, 1024, 32, 1_600, (0.08, 0.18)),
+    Canvas(256, 384, 320, 4_000, (0.03, 0.04)),
+    Canvas(384, 256, 320, 4_000, (0.03, 0.04)),
 )
 LORA_CANVASES = (
     Canvas(256, 256, 256, 12_000, (0.8, 0.7)),
@@ -520,7 +520,9 @@ def main(arguments: list[str] | None = None) -> None:
         torch.backends.cudnn.benchmark = True
     stages = {"vae": train_vae, "unet": train_unet, "pack": pack, "lora": train_lora, "evaluate": evaluate}
     for stage in run.options.stages:
-        if not stages[stage](run):
+        if run.load(stage).get("elapsed", 0) >= getattr(run.options, f"{stage}_seconds", math.inf):
+            run.say(f"{stage}: done before")
+        elif not stages[stage](run):
             run.say(f"{stage}: stopped by --limit; run again to go on")
             return
 
