@@ -1,0 +1,131 @@
+"""Each fusion against the graph it came from, run by ONNX Runtime, and the reasons for which it does not fire."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from sdaccel.graph import for_onnxruntime
+from sdaccel.graph.fusions import attention, noops
+from tests.tolerances import EXPORT_MAX_ABS
+
+HEADER = '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>'
+
+
+def model(text: str, **weights: np.ndarray) -> ir.Model:
+    proto = onnx.parser.parse_model(HEADER + text)
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
+    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+
+
+def run(graph: ir.Model, **inputs: np.ndarray) -> np.ndarray:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(ir.to_proto(graph).SerializeToString(), options)
+    return session.run(None, inputs)[0]
+
+
+def ops(graph: ir.Model) -> list[str]:
+    """The operators left once what nobody reads any more is gone."""
+    noops.fuse(graph)
+    return [node.op_type for node in graph.graph]
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
+
+
+def attention_model(perm: str = "[0, 2, 1, 3]", causal: int = 0) -> ir.Model:
+    split = "".join(
+        f"{name}4 = Reshape({name}, heads) {name}h = Transpose<perm={perm}>({name}4)" for name in ("q", "k", "v")
+    )
+    return model(
+        f"""g (float[b, s, 24] q, float[b, t, 24] k, float[b, t, 24] v) => (float[b, s, 24] y)
+        <int64[4] heads = {{0, -1, 3, 8}}, int64[3] flat = {{0, -1, 24}}>
+        {{ {split}
+           a = Attention<is_causal={causal}>(qh, kh, vh)
+           at = Transpose<perm=[0, 2, 1, 3]>(a)
+           y = Reshape(at, flat) }}"""
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 77, 231])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_attention_without_head_transposes(tokens, causal, batch):
+    graph = attention_model(causal=causal)
+    length = tokens if causal else 35
+    inputs = {"q": normal(batch, length, 24), "k": normal(batch, tokens, 24), "v": normal(batch, tokens, 24)}
+    expected = run(graph, **inputs)
+    assert attention.fuse(graph).fired == 1
+    assert ops(graph) == ["Attention"]
+    assert np.abs(run(graph, **inputs) - expected).max() <= EXPORT_MAX_ABS
+    assert for_onnxruntime.attention(graph).fired == 1
+    assert ops(graph) == ["MultiHeadAttention"]
+    assert np.abs(run(graph, **inputs) - expected).max() <= EXPORT_MAX_ABS
+
+
+def test_attention_says_why_it_does_not_fuse():
+    outcome = attention.fuse(attention_model(perm="[0, 2, 3, 1]"))
+    assert outcome.fired == 0
+    assert list(outcome.refused) == ["an input is not split into heads by Reshape and Transpose"]
+
+
+def test_attention_with_a_mask_is_left_alone():
+    graph = model(
+        """g (float[b, 3, s, 8] q, float[b, 3, t, 8] k, float[b, 3, t, 8] v, bool[s, t] m) => (float[b, 3, s, 8] y)
+        { y = Attention(q, k, v, m) }"""
+    )
+    outcome = attention.fuse(graph)
+    assert (outcome.fired, outcome.refused.total()) == (0, 1)
+    assert ops(graph) == ["Attention"]
+
+
+def test_linear_reads_its_weight_as_it_lies_in_the_file():
+    weight = normal(5, 24)
+    graph = model(
+        """g (float[b, s, 24] x) => (float[b, s, 5] y)
+        { t = Transpose<perm=[1, 0]>(w) y = MatMul(x, t) }""",
+        w=weight,
+    )
+    x = normal(2, 7, 24)
+    assert for_onnxruntime.linear(graph).fired == 1
+    assert ops(graph) == ["FusedMatMul"]
+    assert np.abs(run(graph, x=x) - x @ weight.T).max() <= EXPORT_MAX_ABS
+
+
+def test_linear_leaves_a_product_of_two_inputs_alone():
+    graph = model(
+        """g (float[3, 4] x, float[5, 4] z) => (float[3, 5] y)
+        { t = Transpose<perm=[1, 0]>(z) y = MatMul(x, t) }"""
+    )
+    outcome = for_onnxruntime.linear(graph)
+    assert (outcome.fired, list(outcome.refused)) == (0, ["the second factor is not a transposed weight"])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (13, 9)])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_group_norm(size, batch):
+    graph = model(
+        """g (float[b, 8, h, w] x) => (float[b, 8, h, w] y)
+        { y = GroupNormalization<num_groups=2, epsilon=0.00001>(x, scale, bias) }""",
+        scale=normal(8),
+        bias=normal(8) + 1,
+    )
+    x = 3 * normal(batch, 8, *size) + 2
+    expected = run(graph, x=x)
+    assert for_onnxruntime.group_norm(graph).fired == 1
+    assert "GroupNormalization" not in ops(graph)
+    assert np.abs(run(graph, x=x) - expected).max() <= EXPORT_MAX_ABS
+
+
+def test_a_division_by_one_goes_and_another_stays():
+    graph = model(
+        """g (float[4] x) => (float[4] y) <float one = {1.0}, float two = {2.0}>
+        { a = Div(x, one) b = Div(a, two) y = Add(b, b) }"""
+    )
+    assert noops.fuse(graph).fired == 1
+    assert ops(graph) == ["Div", "Add"]
+    np.testing.assert_array_equal(run(graph, x=np.arange(4, dtype=np.float32)), np.arange(4, dtype=np.float32))
