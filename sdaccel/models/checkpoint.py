@@ -83,10 +83,15 @@ def open_checkpoint(
         raise ModelError(f"prediction_type={prediction_type!r} is none of {', '.join(PREDICTIONS)}.")
     if not isinstance(source, (str, os.PathLike)):
         return _open_pipeline(source, prediction_type)
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(source)
+    try:
+        path = path.expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{path}: cannot be opened ({error}).") from None
+    if is_folder:
         return _open_folder(path, allow_pickle, variant, vae, prediction_type)
-    if path.is_file():
+    if is_file:
         return _open_file(path, allow_pickle, vae, use_ema, prediction_type)
     raise ModelError(f"{path}: no such file or folder.", hint="Name a diffusers folder or a .safetensors file.")
 
@@ -160,7 +165,7 @@ def _open_folder(
 ) -> Checkpoint:
     index_file = folder / "model_index.json"
     if not index_file.is_file():
-        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+        inside = ", ".join(file.name for file in _files(folder)[:5]) or "nothing"
         raise ModelError(
             f"{folder}: not a diffusers model (no model_index.json; it holds {inside}).",
             hint="Name the folder that contains model_index.json, or a .safetensors file.",
@@ -264,11 +269,18 @@ def _weight_files(folder: Path, suffix: str) -> dict[str | None, Path]:
         name = re.compile(
             rf"{stem}(?:\.([\w-]+?))?{re.escape(suffix)}|{stem}{re.escape(suffix)}\.index(?:\.([\w-]+))?\.json"
         )
-        for file in sorted(folder.iterdir()):
+        for file in _files(folder):
             match = name.fullmatch(file.name)
             if match and not re.search(r"-\d{5}-of-\d{5}", file.name):
                 found.setdefault(match[1] or match[2], file)
     return found
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read ({error.strerror or error}).") from None
 
 
 def _choose(folder: Path, found: Mapping[str | None, Path], wanted: str | None, notes: list[str]) -> str | None:
@@ -315,9 +327,9 @@ def _shards(index_file: Path) -> list[Path]:
 
 
 def _open_pipeline(pipe: Any, prediction_type: str | None) -> Checkpoint:
-    kind = type(pipe).__name__
+    host = type(pipe).__name__
     if not hasattr(pipe, "unet") or not hasattr(pipe, "scheduler"):
-        raise ModelError(f"a {kind} is neither a path nor a pipeline with a UNet.", hint=EXPECTED)
+        raise ModelError(f"a {host} is neither a path nor a pipeline with a UNet.", hint=EXPECTED)
     notes: list[str] = []
     ignored: list[str] = []
     components: dict[str, Component] = {}
@@ -327,23 +339,24 @@ def _open_pipeline(pipe: Any, prediction_type: str | None) -> Checkpoint:
         if module is None:
             continue
         inner = _unwrapped(module)
-        config = configs[name] = _module_config(inner)
-        refusal = _unsupported(name, type(inner).__name__, config)
+        kind = _class_of(inner)
+        config = configs[name] = _module_config(inner, kind)
+        refusal = _unsupported(name, kind, config)
         if refusal:
             notes.append(refusal)
             continue
         found = {key: tensor_ref(key, value) for key, value in unwrapped_state_dict(module, ignored, name).items()}
-        components[name] = _component(name, config, found, notes, ignored, f"{kind}.{name}")
+        components[name] = _component(name, config, found, notes, ignored, f"{host}.{name}")
     if "unet" not in configs:
-        raise ModelError(f"the {kind} has no UNet.", hint=EXPECTED)
+        raise ModelError(f"the {host} has no UNet.", hint=EXPECTED)
     family = detect_family(configs["unet"], {name for name in configs if name.startswith("text")})
     scheduler = _plain(dict(pipe.scheduler.config))
     if prediction_type is not None:
         scheduler["prediction_type"] = prediction_type
     came_from = str(getattr(pipe, "name_or_path", None) or configs["unet"].get("_name_or_path") or "")
-    name = Path(came_from).name or kind
+    name = Path(came_from).name or host
     return _checkpoint(
-        name, f"pipeline {kind}", "pipeline", family, components, configs, scheduler, None, notes, ignored
+        name, f"pipeline {host}", "pipeline", family, components, configs, scheduler, None, notes, ignored
     )
 
 
@@ -353,13 +366,22 @@ def _unwrapped(module: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") and hasattr(module, "peft_config") else module
 
 
-def _module_config(module: Any) -> dict[str, Any]:
+_SUPPORTED = ("UNet2DConditionModel", "AutoencoderKL", "CLIPTextModel", "CLIPTextModelWithProjection")
+
+
+def _class_of(module: Any) -> str:
+    """The supported class that a module is of, directly or by inheritance; else its own."""
+    own = [kind.__name__ for kind in type(module).__mro__]
+    return next((name for name in own if name in _SUPPORTED), own[0])
+
+
+def _module_config(module: Any, kind: str) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         return _plain(config.to_dict())
     if not isinstance(config, Mapping):
         raise ModelError(f"a {type(module).__name__} has no config.")
-    return _plain({"_class_name": type(module).__name__} | dict(config))
+    return _plain(dict(config) | {"_class_name": kind})
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:

@@ -56,15 +56,16 @@ def detect_family(unet_config: Config, components: Collection[str]) -> Family:
 
 
 def _base_or_refiner(unet_config: Config, components: Collection[str]) -> Family:
-    if "text_encoder" in components:
-        return Family.SDXL
     if "text_encoder_2" in components:
-        return Family.SDXL_REFINER
-    # Without encoders to look at: the vector is the pooled text and six sizes (base) or five and a score (refiner),
-    # and the refiner alone attends to the very encoder that the pooled text comes from.
-    width = unet_config.get("projection_class_embeddings_input_dim") or 0
-    pooled = width - 5 * (unet_config.get("addition_time_embed_dim") or 0)
-    return Family.SDXL_REFINER if pooled == unet_config.get("cross_attention_dim") else Family.SDXL
+        return Family.SDXL if "text_encoder" in components else Family.SDXL_REFINER
+    # Without encoders to tell them apart: the vector is the pooled text and six sizes (base) or five, one of them a
+    # score (refiner), and the refiner alone attends to the very encoder that the pooled text comes from.
+    width, sizes = (
+        unet_config.get(key) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim")
+    )
+    if not isinstance(width, int) or not isinstance(sizes, int):
+        raise ModelError("the UNet's config lacks the widths of its added embeddings.", hint=EXPECTED)
+    return Family.SDXL_REFINER if width - 5 * sizes == unet_config.get("cross_attention_dim") else Family.SDXL
 
 
 def variant(unet_config: Config) -> str:
@@ -78,14 +79,15 @@ def variant(unet_config: Config) -> str:
 
 def vae_factor(vae_config: Config) -> int:
     """Image pixels per latent pixel, along one side."""
-    return 2 ** (len(vae_config.get("block_out_channels") or (0,) * 4) - 1)
+    levels = vae_config.get("block_out_channels")
+    return 2 ** (len(levels) - 1) if isinstance(levels, (list, tuple)) and 0 < len(levels) < 16 else 8
 
 
 def native_side(unet_config: Config, vae_config: Config, family: Family | None = None) -> int:
     """The image side, in pixels, that the model was trained at."""
     size = unet_config.get("sample_size")
-    if isinstance(size, (list, tuple)) and size:
-        size = max(size)
+    if isinstance(size, (list, tuple)):
+        size = max((side for side in size if isinstance(side, int)), default=None)
     if isinstance(size, int) and size > 0:
         return size * vae_factor(vae_config)
     return _NATIVE_SIDE[family or detect_family(unet_config, ())]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from sdaccel.errors import ModelError
@@ -18,6 +19,8 @@ from sdaccel.models.tensors import FLOATS, TensorRef
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 Config = Mapping[str, Any]
+
+MOST = 20_000  # SDXL's UNet has 1680
 
 
 class Place(NamedTuple):
@@ -34,14 +37,17 @@ class Unmodelled(ModelError):
 
 def places(component: str, config: Config) -> list[Place]:
     """Every weight that a component of this config has. Raises Unmodelled for architectures outside the SD families."""
+    describe = {"unet": _unet, "vae": _vae}.get(component, _clip)
     try:
-        if component == "unet":
-            return list(_unet(config))
-        if component == "vae":
-            return list(_vae(config))
-        return list(_clip(config))
-    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
+        found = list(islice(describe(config), MOST + 1))
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise ModelError(f"the config of {component} is broken ({type(error).__name__}: {error}).") from None
+    odd = next((place for place in found if not all(type(size) is int for size in place.shape)), None)
+    if odd:
+        raise ModelError(f"the config of {component} is broken ({odd.name} would be {str(odd.shape)[:80]}).")
+    if len(found) > MOST:
+        raise ModelError(f"the config of {component} is broken (it asks for more than {MOST} weights).")
+    return found
 
 
 # ---- layers
@@ -224,8 +230,8 @@ def _vae(config: Config) -> Iterator[Place]:
     yield from _conv("encoder.conv_in", "encoder.conv_in", config.get("in_channels", 3), channels[0])
     into = channels[0]
     for level, out in enumerate(channels):
+        name, ldm = f"encoder.down_blocks.{level}", f"encoder.down.{level}"
         for layer in range(layers):
-            name, ldm = f"encoder.down_blocks.{level}", f"encoder.down.{level}"
             yield from _vae_resnet(f"{name}.resnets.{layer}", f"{ldm}.block.{layer}", into, out)
             into = out
         if level < len(channels) - 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import time
 
 import pytest
 import torch
@@ -271,6 +273,9 @@ def test_incomplete_folders(folder, tmp_path):
         open_checkpoint(tmp_path / "nothing")
     with pytest.raises(ModelError, match="no such file or folder"):
         open_checkpoint(folder / "none")
+    for odd in ("x" * 5000, "~nobody-of-this-name/model", "a\0b", ""):
+        with pytest.raises(ModelError):
+            open_checkpoint(odd)
     shutil.rmtree(folder / "scheduler")
     assert any("prediction_type epsilon is assumed" in note for note in open_checkpoint(folder).notes)
     assert open_checkpoint(folder, prediction_type="v_prediction").prediction_type == "v_prediction"
@@ -283,6 +288,48 @@ def test_incomplete_folders(folder, tmp_path):
     shutil.rmtree(folder / "unet")
     with pytest.raises(ModelError, match="unet is missing"):
         open_checkpoint(folder)
+
+
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    10**9,
+    10**30,
+    1.5,
+    "x",
+    "",
+    [],
+    {},
+    [10**9],
+    [None],
+    [[1], "x"],
+    {"a": 1},
+    [-1, -1],
+    [64] * 99,
+)
+
+
+@pytest.mark.parametrize(
+    "file", ["model_index.json", *(f"{name}/config.json" for name in ("unet", "vae", "text_encoder"))]
+)
+def test_junk_in_configs_raises_only_our_errors(file, folder):
+    chance = random.Random(1)
+    path = folder / file
+    content = json.loads(path.read_text(encoding="utf-8"))
+    refused = 0
+    for key in content:
+        for junk in chance.sample(JUNK, 6):
+            path.write_text(json.dumps(content | {key: junk}), encoding="utf-8")
+            start = time.process_time()
+            try:
+                checkpoint = open_checkpoint(folder)
+                assert checkpoint.native_side and checkpoint.variant
+            except ModelError:
+                refused += 1
+            assert time.process_time() - start < 1
+    assert refused
 
 
 def test_html_instead_of_weights(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import struct
@@ -69,6 +70,20 @@ def test_no_copy_unless_unaligned_and_writes_never_reach_the_file(tmp_path):
     ref = TensorRef("x", "F32", (2,), odd, read_header(odd)[0]["x"].offset)
     assert ref.offset % 4 and ref.read().tolist() == [3, 4] and ref.read().data_ptr() % 4 == 0
     assert torch.cat(list(ref.chunks())).tolist() == [3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_system_that_refuses_private_pages(tmp_path, monkeypatch):
+    path = write(tmp_path / "a", {"x": entry(0, 8)}, struct.pack("<2f", 1, 2))
+    real = mmap.mmap
+
+    def refuse(number, length, access):
+        if access == mmap.ACCESS_COPY:
+            raise OSError("cannot allocate memory")
+        return real(number, length, access=access)
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert TensorRef("x", "F32", (2,), path, read_header(path)[0]["x"].offset).read().tolist() == [1, 2]
 
 
 def test_a_file_that_shrinks_after_opening(tmp_path):

@@ -92,6 +92,12 @@ def test_a_tiny_vae_and_a_missing_encoder(pipe):
     assert checkpoint.family is Family.SD1
 
 
+def test_subclasses(pipe):
+    before = open_checkpoint(pipe).components["unet"].content_hash
+    pipe.unet.__class__ = type("PatchedUNet", (type(pipe.unet),), {})
+    assert open_checkpoint(pipe).components["unet"].content_hash == before
+
+
 def test_offloaded_weights(pipe):
     pipe.unet.to("meta")
     with pytest.raises(ModelError, match=r"meta device.*remove_all_hooks"):
