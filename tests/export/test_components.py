@@ -31,7 +31,7 @@ def test_both_halves_of_the_vae_share_their_weights():
         source_of("controlnet")
 
 
-@pytest.mark.parametrize(("name", "channels"), [("sd1", 4), ("inpaint", 9), ("8-channel", 8)])
+@pytest.mark.parametrize(("name", "channels"), [("sd1", 4), ("inpaint", 9), ("lcm-8-channel", 8)])
 def test_channels_come_from_the_config(name, channels):
     assert inputs_of("unet", tiny.UNETS[name])["sample"] == ("batch", channels, "height", "width")
 
@@ -40,7 +40,7 @@ def test_vector_and_guidance_inputs_exist_where_the_config_has_them():
     assert "y" not in inputs_of("unet", tiny.SD1)
     assert inputs_of("unet", tiny.SDXL)["y"] == ("batch", 34)
     assert inputs_of("unet", tiny.REFINER)["y"] == ("batch", 30)
-    assert inputs_of("unet", tiny.LCM)["timestep_cond"] == ("timestep_cond_batch", 6)
+    assert inputs_of("unet", tiny.LCM_8_CHANNELS)["timestep_cond"] == ("timestep_cond_batch", 6)
     assert "timestep_cond" not in inputs_of("unet", tiny.SDXL)
 
 

@@ -23,7 +23,9 @@ SD1: dict[str, Any] = {
     "cross_attention_dim": 12,
     "norm_num_groups": 4,
 }
-SD2 = {**SD1, "attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True}
+# Attention in the middle block alone: enough where a form differs in how a block, or an edge of the network, is made.
+SMALL = {**SD1, "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
+SD2 = {**SMALL, "attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True}
 # Three levels, so that an odd side is halved twice, and more than one transformer a block.
 SDXL = {
     **SD2,
@@ -44,19 +46,15 @@ REFINER = {
     "addition_time_embed_dim": 4,
     "projection_class_embeddings_input_dim": 10 + 5 * 4,
 }
-# Variants differ at the edges of the network alone: attention in the middle block will do.
-SMALL = {**SD1, "down_block_types": ["DownBlock2D"] * 2, "up_block_types": ["UpBlock2D"] * 2}
 INPAINT = {**SMALL, "in_channels": 9}
-EIGHT_CHANNELS = {**SMALL, "in_channels": 8}
-LCM = {**SMALL, "time_cond_proj_dim": 6}
+LCM_8_CHANNELS = {**SMALL, "in_channels": 8, "time_cond_proj_dim": 6}
 UNETS = {
     "sd1": SD1,
     "sd2": SD2,
     "sdxl": SDXL,
     "refiner": REFINER,
     "inpaint": INPAINT,
-    "8-channel": EIGHT_CHANNELS,
-    "lcm": LCM,
+    "lcm-8-channel": LCM_8_CHANNELS,
 }
 
 VAE: dict[str, Any] = {
