@@ -5,6 +5,7 @@ Imports nothing but the standard library by itself: it must answer just when som
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -85,7 +86,8 @@ def diagnose(store: Path | str | None = None) -> Diagnosis:
         facts: dict[str, Any] = {}
         found.facts[name] = facts
         try:
-            look(facts, found.problems, store)
+            with contextlib.redirect_stdout(sys.stderr):  # some packages print when they cannot be imported
+                look(facts, found.problems, store)
         except Exception as error:  # noqa: BLE001 - the doctor must go on
             found.problems.append(Problem(f"{name} could not be looked at: {_brief(error)}", _REINSTALL, False))
     return found

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from sdaccel.engine.store import Store
-from sdaccel.generate import Drawn, Request, components_needed, generate, open_pipeline, output_paths, report_lines, save
+from sdaccel.generate import (
+    Drawn,
+    Request,
+    components_needed,
+    generate,
+    open_pipeline,
+    output_paths,
+    report_lines,
+    save,
+)
 from sdaccel.model_choice import demo_model
 from sdaccel.profile import ImageProfile, Range
 from sdaccel.verify import LIMITS

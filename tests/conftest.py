@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -76,14 +75,16 @@ def write_tiny_model(folder: Path) -> Path:
     from tests.models.tiny import text_encoder, tokenizer
 
     torch.manual_seed(3)
-    two: dict[str, Any] = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
     unet = UNet2DConditionModel(
         sample_size=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(8,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        layers_per_block=1,
+        mid_block_type="UNetMidBlock2D",
         cross_attention_dim=64,
         attention_head_dim=2,
-        **two,
+        norm_num_groups=4,
     )
     vae = AutoencoderKL(
         sample_size=64,
@@ -95,7 +96,7 @@ def write_tiny_model(folder: Path) -> Path:
     )
     pipe = StableDiffusionPipeline(
         vae=vae,
-        text_encoder=text_encoder(False, layers=2),
+        text_encoder=text_encoder(False, layers=1),
         tokenizer=tokenizer(folder / "words"),
         unet=unet,
         scheduler=PNDMScheduler.from_config(published("sd15", "scheduler")),

@@ -23,7 +23,12 @@ def test_the_ratio_is_of_medians():
     times = {"torch": bench.Times((10.0, 30.0, 20.0)), "engine": bench.Times((5.0, 4.0, 90.0))}
     result = bench.ComponentBench("unet", "0" * 64, {}, times, 0.0)
     assert result.ratio == 4.0
-    assert result.to_json()["milliseconds"]["engine"] == {"median": 5.0, "min": 4.0, "max": 90.0, "calls": [5.0, 4.0, 90.0]}
+    assert result.to_json()["milliseconds"]["engine"] == {
+        "median": 5.0,
+        "min": 4.0,
+        "max": 90.0,
+        "calls": [5.0, 4.0, 90.0],
+    }
     result.overhead = {"swap": bench.Times((10.2,)), "session": bench.Times((10.0,))}
     assert result.overhead_percent == pytest.approx(2.0)
 
@@ -71,10 +76,15 @@ def test_the_torch_module_of_a_bench_is_the_model(tiny_store):
     store = Store(tiny_store.store)
     entry = next(e for e in store.list() if e.engine.component == "unet")
     opened = store.open_engine(entry.key)
-    ours = bench._eager(bench.torch_module(entry, opened.weights[0]), "unet")
+    module = bench.torch_module(entry, opened.weights[0])
+    ours = bench._eager(module, "unet")
     plain = UNet2DConditionModel.from_pretrained(tiny_store.model / "unet").eval()
-    inputs = component_spec("unet", entry.engine.config).random_inputs({"batch": 2, "height": 8, "width": 8, "tokens": 77})
+    inputs = component_spec("unet", entry.engine.config).random_inputs(
+        {"batch": 2, "height": 8, "width": 8, "tokens": 77}
+    )
     with torch.inference_mode():
         expected = plain(inputs["sample"], inputs["timestep"], inputs["encoder_hidden_states"], return_dict=False)[0]
         assert torch.equal(ours(inputs)[0], expected)
-        assert not any(parameter.requires_grad for parameter in bench.torch_module(entry, opened.weights[0]).parameters())
+        assert not any(
+            parameter.requires_grad for parameter in bench.torch_module(entry, opened.weights[0]).parameters()
+        )

@@ -87,7 +87,8 @@ def test_an_old_package_blocks(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("2.13.0+cpu", (2, 13, 0)), ("1.23.2rc1", (1, 23, 2)), ("5.0", (5, 0)), ("2.9.0a0+git12", (2, 9, 0))]
+    ("text", "numbers"),
+    [("2.13.0+cpu", (2, 13, 0)), ("1.23.2rc1", (1, 23, 2)), ("2.9.0a0+git12", (2, 9, 0))],
 )
 def test_versions_compare_as_numbers(text, numbers):
     assert doctor._numbers(text) == numbers
@@ -109,7 +110,7 @@ runpy.run_module("sdaccel", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("name", ["typer", "rich", "torch", "platformdirs", "psutil", "filelock", "onnxruntime"])
+@pytest.mark.parametrize("name", ["typer", "filelock", "torch"])
 def test_it_answers_whatever_is_missing(name, tmp_path):
     command = [sys.executable, "-c", BLOCK, name, "doctor", "--json", "--store", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -132,7 +133,9 @@ def test_the_table_of_packages_is_that_of_the_package():
     needed = project["dependencies"] + project["optional-dependencies"]["test"]
     least = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in needed)
     pins = dict(
-        line.split("==") for line in (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").split() if "==" in line
+        line.split("==")
+        for line in (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").split()
+        if "==" in line
     )
     for package in doctor.PACKAGES:
         assert least[package.name] == package.least

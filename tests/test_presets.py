@@ -33,7 +33,7 @@ def test_values():
 
 
 def test_a_preset_for_another_family_is_refused():
-    with pytest.raises(SettingError, match="sdxl is for sdxl; the model is sd1.* demo, hires, sd15"):
+    with pytest.raises(SettingError, match=r"sdxl is for sdxl; the model is sd1.* demo, hires, sd15"):
         find_preset("sdxl").image_profiles("sd1", 512)
 
 
@@ -46,7 +46,11 @@ def test_a_file_of_ones_own(tmp_path):
     path = tmp_path / "my preset é.toml"
     path.write_text("\ufeff" + GOOD, encoding="utf-8")
     (profile,) = find_preset(str(path)).image_profiles("sdxl", 1024)
-    assert (profile.height, profile.batch, profile.tokens) == (Range(512, 768, 1024), Range(1, 1, 4), Range(77, 77, 231))
+    assert (profile.height, profile.batch, profile.tokens) == (
+        Range(512, 768, 1024),
+        Range(1, 1, 4),
+        Range(77, 77, 231),
+    )
 
 
 @pytest.mark.parametrize(
