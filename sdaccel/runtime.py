@@ -230,7 +230,7 @@ def unusable(tensor: torch.Tensor) -> str | None:
     """Why ``tensor`` cannot be a result (NaN, infinite, constant); None if it can."""
     if tensor.numel() < 2:
         return None
-    low, high = (float(value) for value in tensor.aminmax())
+    low, high = (float(value) for value in tensor.detach().aminmax())
     if math.isnan(low) or math.isnan(high):
         return "NaN"
     if math.isinf(low) or math.isinf(high):

@@ -10,7 +10,6 @@ made by ``from_pipe`` shares the modules, so engines run it too; `accelerate` it
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import threading
 import time
@@ -252,6 +251,10 @@ class Accelerated:
                 report.fell_back(component, f"{source}.{swap.method} was replaced after accelerate()")
 
 
+def _blank(cls: type) -> Any:
+    return cls.__new__(cls)
+
+
 @functools.cache
 def _accelerated_class(cls: type) -> type:
     """``cls`` under its own name, whose calls are reported; diffusers looks pipelines up by the name of their class."""
@@ -261,7 +264,7 @@ def _accelerated_class(cls: type) -> type:
         return self.sdaccel.generate(lambda: cls.__call__(self, *args, **kwargs))  # type: ignore[operator]
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return copyreg.__newobj__, (cls,), {k: v for k, v in self.__dict__.items() if k != "sdaccel"}  # type: ignore[attr-defined]
+        return _blank, (cls,), {key: value for key, value in self.__dict__.items() if key != "sdaccel"}
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {"__call__": call, "__reduce_ex__": reduce, **names})

@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_module
 SAMPLES = 16
 
 # How often weights are read whole outside a generation: at most this share of the time goes into it.
-CLOSE_LOOKS = 1 / 200
+CLOSE_LOOKS = 1 / 100
 
 # They compute what plain scaled-dot-product attention computes; any other processor may not.
 PLAIN_PROCESSORS = frozenset(
@@ -62,6 +62,7 @@ _FREE_OF_ROOT = frozenset(
         "_compiled_call_impl",
         "_hf_peft_config_loaded",
         "peft_config",
+        "vocab_size",
         "use_slicing",
         "use_tiling",
         "tile_latent_min_size",
@@ -161,6 +162,7 @@ class ModuleWatch:
         edited = []
         for weight, finding in findings:
             if finding == EDITED or (finding == UNCLEAR and not rounded):
+                weight.reject()
                 edited.append(weight)
             else:
                 weight.accept()
@@ -328,14 +330,14 @@ class _Part:
                 if then[key] is None and self.module._modules.get(key) is None:
                     continue
                 return f"{name} has lost its attribute {key}"
-            if key == "forward":
-                if getattr(now[key], "__func__", None) is self.kind.forward:
-                    continue
-                return f"forward of {name} has been replaced"
+            if key not in then and not hasattr(self.kind, key):
+                continue  # the class knows nothing of it
+            if key == "forward" and getattr(now[key], "__func__", None) is self.kind.forward:
+                continue
             plain = isinstance(now[key], (bool, int, float, str, tuple, torch.dtype, type(None)))
             if plain and key in then and type(now[key]) is type(then[key]) and now[key] == then[key]:
                 continue
-            return f"the attribute {key} of {name} has been changed"
+            return f"{key} of {name} has been replaced"
         return None
 
     def drops_out(self) -> bool:
@@ -345,7 +347,9 @@ class _Part:
 
 # --- weights ----------------------------------------------------------------------------------------------------------
 
-SAME, ROUNDED, UNCLEAR, EDITED = "same", "rounded", "unclear", "edited"
+SAME, ROUNDED, EDITED = "same", "rounded", "edited"
+UNCLEAR = "unclear"
+"""Other bits under the same samples: rounded if the rest of the module was, else edited."""
 
 
 class _Weight:
@@ -360,6 +364,8 @@ class _Weight:
         "_index",
         "_key",
         "_known",
+        "_last",
+        "_now",
         "_parameters",
         "_seen",
         "_sum",
@@ -384,7 +390,7 @@ class _Weight:
     def remember(self) -> None:
         parameter = self._parameters[self._key]
         assert parameter is not None
-        self._values = self._sample(parameter)
+        self._now = self._values = self._sample(parameter)
         self._bits = self._sum = (parameter.dtype, _sum_of_bits(parameter))
         self._seen: tuple[Any, ...] | None = self._state(parameter)
         self.accept()
@@ -413,20 +419,23 @@ class _Weight:
     def accept(self) -> None:
         """Takes the values just compared for the engine's, exact or rounded."""
         self._finding = SAME
-        self._known = self._bits
+        self._known, self._last = self._bits, self._now
+
+    def reject(self) -> None:
+        self._finding = EDITED
 
     def _compare(self, now: torch.Tensor) -> str:
         self._bits = (now.dtype, _sum_of_bits(now))
-        values = self._sample(now)
+        self._now = values = self._sample(now)
         exact = torch.equal(values, self._values)
         rounded = not exact and any(torch.equal(values, form) for form in self._rounded())
         if not exact and not rounded:
             return EDITED
         if self._bits in (self._sum, self._known):
             return SAME
-        if rounded:
-            return ROUNDED
-        return SAME if now.dtype != self._known[0] else UNCLEAR
+        if now.dtype != self._known[0]:
+            return SAME
+        return UNCLEAR if torch.equal(values, self._last) else ROUNDED
 
     def _rounded(self) -> Iterator[torch.Tensor]:
         half, brain = (self._values.to(dtype).float() for dtype in (torch.float16, torch.bfloat16))

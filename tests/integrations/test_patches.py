@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_processor_set_before_accelerate():
     sdaccel.accelerate(pipe, store=pipelines.shared_store())
     assert same(images(pipe, "sd1"), expected)
     assert "Louder" in reasons(pipe)["unet"]
-    pipe.unet.set_default_attn_processor()
+    pipe.unet.set_attn_processor(AttnProcessor2_0())
     through_again(pipe)
 
 
@@ -234,11 +235,11 @@ def test_direct_calls_of_a_module_notice_edits_too(sd1):
     ids = torch.arange(77)[None]
     encoder, expected = sd1.text_encoder, plain("sd1").text_encoder(torch.arange(77)[None])[0]
     assert torch.allclose(encoder(ids)[0], expected, atol=1e-4)
-    encoder.embeddings.token_embedding.weight.data[5] += 1
-    import time
-
-    time.sleep(1)
-    assert (encoder(ids)[0] - expected).abs().max() > 0.1
+    encoder.embeddings.token_embedding.weight.data[5, 0] += 3
+    deadline = time.monotonic() + 30  # outside a generation weights are read whole only now and then
+    while (encoder(ids)[0] - expected).abs().max() < 0.1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # --- textual inversion
@@ -270,9 +271,10 @@ def lora(module: nn.Module, prefix: str, targets: tuple[str, ...], seed: int, sc
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, part in module.named_modules():
-        if isinstance(part, nn.Linear) and name.endswith(targets):
-            state[f"{prefix}.{name}.lora_A.weight"] = torch.randn(2, part.in_features, generator=generator)
-            state[f"{prefix}.{name}.lora_B.weight"] = scale * torch.randn(part.out_features, 2, generator=generator)
+        if isinstance(part, nn.Linear) and name.removesuffix(".base_layer").endswith(targets):
+            key = f"{prefix}.{name.removesuffix('.base_layer')}"
+            state[f"{key}.lora_A.weight"] = torch.randn(2, part.in_features, generator=generator)
+            state[f"{key}.lora_B.weight"] = scale * torch.randn(part.out_features, 2, generator=generator)
     assert state
     return state
 
@@ -389,7 +391,6 @@ def residual(*shape: int) -> torch.Tensor:
 
 _DOWN = ((2, 8, 8, 8), (2, 8, 8, 8), (2, 8, 4, 4), (2, 16, 4, 4))
 UNET_CALLS: dict[str, Any] = {
-    "attention mask": ({"attention_mask": torch.tensor([[1.0] * 64, [1.0] * 40 + [0.0] * 24])}, "attention_mask"),
     "text mask": ({"encoder_attention_mask": torch.tensor([[1] * 77, [1] * 9 + [0] * 68])}, "encoder_attention_mask"),
     "T2I-Adapter": (
         lambda: {"down_intrablock_additional_residuals": [residual(2, 8, 8, 8), residual(2, 16, 4, 4)]},
@@ -484,10 +485,10 @@ def test_inference_mode_autocast_and_float64(sd1):
 def test_unknown_arguments_are_the_modules_own_error(sd1):
     with pytest.raises(TypeError, match="nonsense"):
         sd1.unet(**unet_inputs(nonsense=1))
-    with pytest.raises(TypeError):
-        sd1.text_encoder(torch.zeros(1, 77, dtype=torch.long), nonsense=1, **{"output_hidden_states": True})
-    with torch.no_grad(), pytest.raises(RuntimeError):
-        sd1.unet(**unet_inputs(encoder_hidden_states=torch.zeros(3, 77, 12)))
+    for wrong in ({"encoder_hidden_states": torch.zeros(3, 77, 12)}, {"attention_mask": torch.ones(2, 64)}):
+        for unet in (sd1.unet, plain("sd1").unet):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+                unet(**unet_inputs(**wrong))
 
 
 def test_text_encoder_masks_and_outputs(sd1):
