@@ -66,6 +66,9 @@ ComponentOption = Annotated[
 PickleOption = Annotated[
     bool, typer.Option("--allow-pickle", help="Also open .ckpt, .bin and .pt, reading plain tensors only.")
 ]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="FOLDER", help="For a single file: vocab.json and merges.txt.")
+]
 VariantOption = Annotated[
     str | None, typer.Option("--variant", metavar="NAME", help="Which weights of a folder, such as fp16.")
 ]
@@ -276,7 +279,9 @@ def rm(
     if keys and not yes:
         if as_json or not sys.stdin.isatty():
             raise SettingError(f"{len(keys)} engines would be removed.", hint="Add --yes to do it without asking.")
-        typer.confirm(f"Remove {len(keys)} engines from {place.root}?", abort=True, err=True)
+        if not typer.confirm(f"Remove {len(keys)} engines from {place.root}?", err=True):
+            console.say("Nothing was removed.")
+            return FAULT
     freed = sum(place.remove(key) for key in keys)
     if place.root.is_dir() and (everything or broken or unused):
         place.sweep()
@@ -322,6 +327,7 @@ def generate(
         str, typer.Option("--build", metavar="WHEN", help="never, or if-missing: build engines for this size first.")
     ] = "if-missing",
     no_engine: Annotated[bool, typer.Option("--no-engine", help="Draw in plain torch.")] = False,
+    tokenizer: TokenizerOption = None,
     no_fallback: Annotated[bool, typer.Option("--no-fallback", help="Fail rather than run anything in torch.")] = False,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
@@ -362,10 +368,10 @@ def generate(
     place = _store(store)
     with terminal_progress(enabled=console.bar(as_json)) as progress:
         if no_engine:
-            pipe, at_once = images.open_pipeline(checkpoint, request), 4
+            pipe, at_once = images.open_pipeline(checkpoint, request, tokenizer), 4
         else:
             pipe, at_once = images.open_accelerated(
-                checkpoint, request, place, _backend(backend), build, not no_fallback, progress
+                checkpoint, request, place, _backend(backend), build, not no_fallback, tokenizer, progress
             )
         result = images.generate(pipe, request, at_once=at_once, model=checkpoint.name, progress=progress)
     if result.ok:
@@ -401,6 +407,7 @@ def verify(
     res: Annotated[str | None, typer.Option("--res", metavar="SIZE", help="Size of the image.")] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N")] = 6,
     seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+    tokenizer: TokenizerOption = None,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
     store: StoreOption = None,
@@ -424,6 +431,7 @@ def verify(
             size=size,
             steps=steps,
             seed=seed,
+            tokenizer=tokenizer,
             progress=progress,
         )
     if as_json:
@@ -551,6 +559,11 @@ def _open(model: str | None, allow_pickle: bool, variant: str | None) -> Any:
     checkpoint = open_checkpoint(choice.path, allow_pickle=allow_pickle, variant=variant)
     for note in checkpoint.notes:
         console.say(f"note: {note}")
+    if checkpoint.ignored:
+        some = ", ".join(checkpoint.ignored[:3])
+        console.say(
+            f"note: {len(checkpoint.ignored)} tensors are not used ({some}{', ...' * (len(checkpoint.ignored) > 3)})"
+        )
     return checkpoint
 
 

@@ -46,7 +46,7 @@ def print_lines(lines: Sequence[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str))
+    print(json.dumps(value, indent=2, allow_nan=False, default=str))
 
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

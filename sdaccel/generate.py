@@ -111,14 +111,19 @@ class Result:
         return [fallback for report in self.reports for fallback in report.fallbacks]
 
 
-def open_pipeline(checkpoint: Any, request: Request) -> Any:
-    """The checkpoint's pipeline in torch, of the kind that ``request`` needs (from text, from an image, inpainting)."""
+def open_pipeline(checkpoint: Any, request: Request, tokenizer: Path | None = None) -> Any:
+    """The checkpoint's pipeline in torch, of the kind that ``request`` needs (from text, from an image, inpainting).
+
+    It is on the GPU where there is one. tokenizer: see `sdaccel.models.pipeline.load_pipeline`.
+    """
+    import torch
     from diffusers.utils import logging as diffusers_logging
 
     from sdaccel.models.pipeline import load_pipeline
 
     diffusers_logging.disable_progress_bar()
-    return fit_pipeline(load_pipeline(checkpoint), request)
+    pipe = fit_pipeline(load_pipeline(checkpoint, tokenizer=tokenizer), request)
+    return pipe.to("cuda") if torch.cuda.is_available() else pipe
 
 
 def fit_pipeline(pipe: Any, request: Request) -> Any:
@@ -154,9 +159,11 @@ def open_accelerated(
     backend: str = "auto",
     build: str = "if-missing",
     fallback: bool = True,
+    tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[Any, int]:
     """(pipeline with engines, images at once that they take). Builds engines that hold this size where asked to."""
+    from sdaccel.backends.base import pick_backend
     from sdaccel.builder import BuilderConfig, build_engines
     from sdaccel.integrations.diffusers import accelerate
 
@@ -167,7 +174,7 @@ def open_accelerated(
         if missing:
             profile = covering_profile(checkpoint.native_side, width, height)
             build_engines(checkpoint, BuilderConfig(tuple(missing), (profile,), None, backend), store, progress)
-    pipe = open_pipeline(checkpoint, request)
+    pipe = open_pipeline(checkpoint, request, tokenizer).to(pick_backend(backend).device_type())
     accelerate(pipe, store=store, backend=backend, components=components, build="never", fallback=fallback)
     return pipe, largest_batch(pipe.sdaccel, width, height)
 

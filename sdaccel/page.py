@@ -5,13 +5,13 @@ Every text goes through `html.escape`: names and paths of models are written by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from sdaccel.bench import OpTime
 from sdaccel.listing import Listed, check_error, profile_text, size_text
-from sdaccel.profile import ImageProfile
+from sdaccel.profile import ImageProfile, Range
 
 MOST_BARS = 24
 
@@ -206,15 +206,20 @@ def profile_map(profiles: Sequence[ImageProfile]) -> str:
             f'<rect class="area" x="{x(w.min):.1f}" y="{y(h.max):.1f}" width="{wide:.1f}" height="{tall:.1f}"/>'
             f'<circle class="bar" cx="{x(w.opt):.1f}" cy="{y(h.opt):.1f}" r="3.5"/>'
         )
-    for pixels in sorted(
-        {p for profile in profiles for p in (profile.width.min, profile.width.opt, profile.width.max)}
-    ):
+    for pixels in _spaced((profile.width for profile in profiles), x, 34):
         parts.append(f'<text class="soft" x="{x(pixels):.1f}" y="{side + 26}" text-anchor="middle">{pixels}</text>')
-    for pixels in sorted(
-        {p for profile in profiles for p in (profile.height.min, profile.height.opt, profile.height.max)}
-    ):
+    for pixels in _spaced((profile.height for profile in profiles), y, 14):
         parts.append(f'<text class="soft" x="{edge - 6}" y="{y(pixels) + 4:.1f}" text-anchor="end">{pixels}</text>')
     full = side + edge + 24
     return (
         f'<svg role="img" viewBox="0 0 {full} {side + 34}" width="{full}" height="{side + 34}">{"".join(parts)}</svg>'
     )
+
+
+def _spaced(ranges: Iterable[Range], place: Callable[[float], float], gap: float) -> list[int]:
+    """The numbers to write at an axis: those whose places lie ``gap`` or more apart."""
+    chosen: list[int] = []
+    for number in sorted({n for r in ranges for n in (r.min, r.opt, r.max)}):
+        if not chosen or abs(place(number) - place(chosen[-1])) >= gap:
+            chosen.append(number)
+    return chosen

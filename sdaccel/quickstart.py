@@ -68,6 +68,7 @@ def quickstart(
     progress: Progress | None = None,
 ) -> Quickstart:
     """Draws `PROMPT` with the demo model (or ``model``) and saves it as ``path`` (default: a new file here)."""
+    from sdaccel.backends.base import pick_backend
     from sdaccel.builder import BuilderConfig, build_engines
     from sdaccel.integrations.diffusers import accelerate
     from sdaccel.models.checkpoint import open_checkpoint
@@ -89,7 +90,7 @@ def quickstart(
         lambda stage, fraction: report(f"building {stage}", 0.7 * fraction),
     )
     build_seconds = time.perf_counter() - start
-    pipe = open_pipeline(checkpoint, request)
+    pipe = open_pipeline(checkpoint, request).to(pick_backend().device_type())
     expected, torch_seconds = _drawn(pipe, request, "in torch", 0.7, report)
     accelerate(pipe, store=store, components=components, build="never")
     found, seconds = _drawn(pipe, request, "through engines", 0.85, report)

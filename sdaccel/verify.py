@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sdaccel.backends.base import Backend, pick_backend
@@ -104,6 +105,7 @@ def verify(
     steps: int = 6,
     seed: int = 0,
     prompt: str = "a red circle on a blue background",
+    tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Compares all engines that ``store`` has of ``checkpoint`` for this machine with torch, every byte checked first.
@@ -133,7 +135,7 @@ def verify(
         have = [name for name, entries in engines.items() if entries and name != "vae_encoder"]
         place = size or _smallest(engines["unet"])
         request = Request(prompt, width=place[0], height=place[1], steps=steps, seed=seed)
-        result.image = _check_image(checkpoint, store, chosen, have, request, report)
+        result.image = _check_image(checkpoint, store, chosen, have, request, tokenizer, report)
     report("done", 1.0)
     return result
 
@@ -211,13 +213,19 @@ def _smallest(engines: Sequence[Entry]) -> tuple[int, int]:
 
 
 def _check_image(
-    checkpoint: Any, store: Store, backend: Backend, components: Sequence[str], request: Request, report: Progress
+    checkpoint: Any,
+    store: Store,
+    backend: Backend,
+    components: Sequence[str],
+    request: Request,
+    tokenizer: Path | None,
+    report: Progress,
 ) -> ImageCheck | None:
     from sdaccel.integrations.diffusers import accelerate
 
     if checkpoint.variant != "text-to-image" or checkpoint.family.value == "sdxl-refiner":
         return None  # it starts from an image: its components have been compared
-    pipe = open_pipeline(checkpoint, request)
+    pipe = open_pipeline(checkpoint, request, tokenizer).to(backend.device_type())
     report("a whole image in torch", 0.75)
     expected = generate(pipe, request).images[0].image
     report("a whole image through engines", 0.88)

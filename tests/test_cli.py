@@ -23,8 +23,10 @@ from sdaccel import console
 from sdaccel.cli import run
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError
+from sdaccel.quickstart import quickstart
 from tests.conftest import Built
 
+QUICK = dict(quickstart.__kwdefaults__)
 DRAW = ["--steps", "2", "--seed", "7", "--build", "never"]
 
 
@@ -547,6 +549,37 @@ def test_bench(cli, tiny_store):
 def test_bench_without_an_engine_for_the_size(cli, tiny_store):
     said = cli("bench", tiny_store.model, "--store", tiny_store.store, "--res", "256")
     assert said.code == 1 and "Run: sdaccel build --res 256x256" in said.err
+
+
+# ---- quickstart
+
+
+def test_quickstart_says_when_the_image_does_not_show_its_prompt(cli, tiny_store, own_store, tmp_path, monkeypatch):
+    """A random model draws no circle: all ran through engines and equals torch, and yet it is no success."""
+    monkeypatch.setattr("sdaccel.models.demo.demo_model_path", lambda: tiny_store.model)
+    monkeypatch.setattr(quickstart, "__kwdefaults__", {**QUICK, "side": 64, "steps": 2})
+    said = cli("quickstart", "--store", own_store, "-o", "first.png", "--json")
+    assert said.code == 3, said.err
+    facts = said.json()
+    assert not facts["ok"] and not facts["shown"] and facts["reasons"]
+    assert facts["all_by_engines"] and (facts["psnr"] is None or facts["psnr"] > 50)
+    assert facts["built"] == 3 and set(facts["engines"]) == {"unet", "vae_decoder", "text_encoder"}
+    again = cli("quickstart", "--store", own_store)
+    assert again.code == 3 and "engines were there already" in again.out
+    assert f"image: {tmp_path / 'sdaccel-quickstart.png'}" in again.out
+    assert "the image shows its prompt: no: " in again.out and "next:" not in again.out
+    assert cli("quickstart", "--store", own_store, "-o", "first.png").code == 1  # never overwrites
+
+
+@pytest.mark.slow
+def test_quickstart_on_a_fresh_machine(cli, tmp_path):
+    start = time.monotonic()
+    said = cli("quickstart", "--store", tmp_path / "store", "-o", "circle.png", "--json")
+    assert said.code == 0, said.out
+    facts = said.json()
+    assert facts["shown"] and facts["all_by_engines"] and facts["built"] == 3
+    assert facts["seconds"] < facts["torch_seconds"]
+    assert time.monotonic() - start < 180
 
 
 # ---- Ctrl-C
