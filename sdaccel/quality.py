@@ -109,7 +109,7 @@ def read_scene(image: Any) -> Scene:
     height, width = pixels.shape[:2]
     names = list(COLOURS)
     palette = np.array(list(COLOURS.values()), np.float32)
-    nearest = np.argmin(((pixels[:, :, None, :] - palette) ** 2).sum(-1), axis=-1)
+    nearest = np.argmax(pixels @ palette.T - 0.5 * np.square(palette).sum(1), axis=-1)  # the least distance
     rim = max(2, min(height, width) // 32)
     border = np.ones((height, width), bool)
     border[rim:-rim, rim:-rim] = False
@@ -393,7 +393,9 @@ def _compare(
         check("background", scene.background == wanted.background, f"the background is {scene.background}")
     for (size, colour, shape, place), thing in zip(wanted.things, objects, strict=True):
         name = f"the {colour} {shape}"
-        check("colour", thing is not None and thing.colour == colour, f"{name} is {thing.colour if thing else 'missing'}")
+        check(
+            "colour", thing is not None and thing.colour == colour, f"{name} is {thing.colour if thing else 'missing'}"
+        )
         check("shape", thing is not None and thing.shape == shape, f"{name} is a {thing.shape if thing else 'nothing'}")
         if size:
             check("size", thing is not None and thing.size == size, f"{name} is not {size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -109,7 +110,7 @@ def _merges(vocabulary: list[str]) -> list[tuple[str, str]]:
     spelled = [[*word[:-1], word[-1] + "</w>"] for word in vocabulary]
     merges = []
     while any(len(word) > 1 for word in spelled):
-        pairs = Counter(pair for word in spelled for pair in zip(word, word[1:], strict=False))
+        pairs = Counter(pair for word in spelled for pair in pairwise(word))
         a, b = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append((a, b))
         for word in spelled:

@@ -76,7 +76,7 @@ def _cross(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _polygon(corners: list[tuple[float, float]]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Signed distance to a simple polygon: the nearest edge, negative where a ray crosses the outline an odd number of times."""
+    """Signed distance to a simple polygon: to the nearest edge, negative where a ray crosses an odd number of edges."""
 
     def distance(x: Tensor, y: Tensor) -> Tensor:
         nearest, inside = None, None

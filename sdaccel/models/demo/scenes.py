@@ -71,7 +71,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """`relation` says how the first thing stands to the second; empty when there is one, or the caption just says "and"."""
+    """`relation`: how the first thing stands to the second; empty when there is one, or the caption just says "and"."""
 
     background: str
     things: tuple[Thing, ...]
