@@ -37,13 +37,13 @@ class Package:
 
 
 PACKAGES = (
-    Package("torch", "torch", "2.8", "2.13.0"),
-    Package("diffusers", "diffusers", "0.35", "0.42.1"),
-    Package("transformers", "transformers", "4.50", "5.24.0"),
+    Package("torch", "torch", "2.10", "2.13.0"),
+    Package("diffusers", "diffusers", "0.36", "0.42.1"),
+    Package("transformers", "transformers", "5.0", "5.24.0"),
     Package("safetensors", "safetensors", "0.4.5", "0.8.0"),
     Package("onnx", "onnx", "1.19", "1.23.2"),
-    Package("onnx-ir", "onnx_ir", "0.1.9", "1.1.0"),
-    Package("onnxscript", "onnxscript", "0.5.3", "0.7.2"),
+    Package("onnx-ir", "onnx_ir", "1.0", "1.1.0"),
+    Package("onnxscript", "onnxscript", "0.7", "0.7.2"),
     Package("onnxruntime", "onnxruntime", "1.22", "1.32.0"),
     Package("numpy", "numpy", "1.26", "2.4.6"),
     Package("pillow", "PIL", "10.4", "13.0.0"),

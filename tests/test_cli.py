@@ -563,7 +563,8 @@ def test_quickstart_says_when_the_image_does_not_show_its_prompt(cli, tiny_store
     facts = said.json()
     assert not facts["ok"] and not facts["shown"] and facts["reasons"]
     assert facts["all_by_engines"] and (facts["psnr"] is None or facts["psnr"] > 50)
-    assert facts["built"] == 3 and set(facts["engines"]) == {"unet", "vae_decoder", "text_encoder"}
+    assert facts["built"] == 2  # the text encoder, which has no size, was there
+    assert set(facts["engines"]) == {"unet", "vae_decoder", "text_encoder"}
     again = cli("quickstart", "--store", own_store)
     assert again.code == 3 and "engines were there already" in again.out
     assert f"image: {tmp_path / 'sdaccel-quickstart.png'}" in again.out

@@ -86,9 +86,6 @@ def test_shell_examples_run(world, capsys):
 
 def test_every_command_is_in_its_table():
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
-    assert {
-        name.split("`")[0].split(" ")[0] for name in re.findall(r"^\| `([a-z]+[^|]*?)` \|", README, re.MULTILINE)
-    } >= commands
     for name in commands:
         assert re.search(rf"^\| `{name}\b", README, re.MULTILINE), name
 
