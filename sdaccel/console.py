@@ -154,11 +154,12 @@ def _interruptible() -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def interrupt(number: int, frame: Any) -> None:
-        if not timers:
-            timer = threading.Timer(GRACE, _leave, (INTERRUPTED,))
-            timer.daemon = True
-            timer.start()
-            timers.append(timer)
+        if timers:
+            return  # the cleaning up is under way, and has until the timer
+        timer = threading.Timer(GRACE, _leave, (INTERRUPTED,))
+        timer.daemon = True
+        timer.start()
+        timers.append(timer)
         raise KeyboardInterrupt
 
     before = [(kind, signal.signal(kind, interrupt)) for kind in kinds]
