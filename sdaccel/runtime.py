@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sdaccel.backends.base import Backend, LoadedEngine
-from sdaccel.engine.manifest import EngineManifest
+from sdaccel.engine.manifest import TensorSpec
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ProfileError, UnsupportedCall
 from sdaccel.profile import OptimizationProfile, choose
@@ -146,12 +146,15 @@ class ExecutionContext:
         self.component = component
         self.store = store
         self.backend = backend
+        self.device = backend.device_type()
         self.engines = list(engines)
         self.candidates = [
             Candidate(entry, index, profile)
             for entry in self.engines
             for index, profile in enumerate(entry.engine.profiles)
         ]
+        self._specs = {spec.name: spec for entry in self.engines[:1] for spec in entry.engine.inputs}
+        self._chosen: dict[tuple[tuple[str, int], ...], Candidate] = {}
         self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
         self._broken: dict[str, Exception] = {}
         self._lock = threading.RLock()
@@ -191,11 +194,15 @@ class ExecutionContext:
                 self._broken[candidate.entry.key] = EngineBroken(f"{candidate.entry.path} cannot be read: {error}.")
 
     def _choose(self, inputs: Mapping[str, torch.Tensor]) -> Candidate:
-        alive = [candidate for candidate in self.candidates if candidate.entry.key not in self._broken]
-        if not alive:
-            raise next(iter(self._broken.values()))
-        sizes = axis_sizes(alive[0].entry.engine, inputs)
-        return alive[choose([candidate.profile for candidate in alive], sizes)]
+        sizes = axis_sizes(self.component, self._specs, inputs)
+        asked = tuple(sizes.items())
+        known = self._chosen.get(asked)
+        if known is None or known.entry.key in self._broken:
+            alive = [candidate for candidate in self.candidates if candidate.entry.key not in self._broken]
+            if not alive:
+                raise next(iter(self._broken.values()))
+            known = self._chosen[asked] = alive[choose([candidate.profile for candidate in alive], sizes)]
+        return known
 
     def _load(self, entry: Entry) -> LoadedEngine:
         """The engine, verified and loaded; engines that differ in their profiles alone share one."""
@@ -206,13 +213,12 @@ class ExecutionContext:
         return self._loaded[plan]
 
 
-def axis_sizes(engine: EngineManifest, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The size of each axis of ``engine`` in ``inputs``. Raises UnsupportedCall where they do not fit its inputs."""
-    specs = {spec.name: spec for spec in engine.inputs}
+def axis_sizes(component: str, specs: Mapping[str, TensorSpec], inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The size of each axis in ``inputs``. Raises UnsupportedCall where they do not fit what ``specs`` declares."""
     sizes: dict[str, int] = {}
     for name, tensor in inputs.items():
         if name not in specs:
-            raise UnsupportedCall(f"the engine of {engine.component} has no input {name}.")
+            raise UnsupportedCall(f"the engine of {component} has no input {name}.")
         expected = specs[name].shape
         fits = len(expected) == tensor.dim() and all(
             sizes.setdefault(dim, size) == size if isinstance(dim, str) else dim == size
@@ -220,9 +226,9 @@ def axis_sizes(engine: EngineManifest, inputs: Mapping[str, torch.Tensor]) -> di
         )
         if not fits:
             raise UnsupportedCall(f"{name} is {list(tensor.shape)}; the engine takes {list(expected)}.")
-    missing = [spec.name for spec in engine.inputs if not spec.optional and spec.name not in inputs]
+    missing = [spec.name for spec in specs.values() if not spec.optional and spec.name not in inputs]
     if missing:
-        raise UnsupportedCall(f"the engine of {engine.component} needs {', '.join(missing)}.")
+        raise UnsupportedCall(f"the engine of {component} needs {', '.join(missing)}.")
     return sizes
 
 

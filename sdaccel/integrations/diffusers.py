@@ -143,6 +143,8 @@ class Target:
     context: ExecutionContext
     report: RunReport
     fallback: bool
+    careful: bool
+    """Other code runs between the calls (callbacks)."""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None
@@ -167,6 +169,7 @@ class Accelerated:
         self.pipe = pipe
         self._class = type(pipe)
         self.fallback = fallback
+        self.careful = False
         self.notes = list(notes)
         self.left_out = dict(left_out or {})
         self.swaps: dict[str, Swap] = {}
@@ -215,8 +218,11 @@ class Accelerated:
         """Component → ids of the engines that calls can be dispatched to."""
         return {name: [entry.key for entry in context.engines] for name, context in self.contexts.items()}
 
-    def generate(self, call: Callable[[], Any]) -> Any:
-        """One call of the pipeline under the locks, with a report of its own."""
+    def generate(self, call: Callable[[], Any], careful: bool = True) -> Any:
+        """One call of the pipeline under the locks, with a report of its own.
+
+        careful: other code may change the modules between their calls (callbacks).
+        """
         with ExitStack() as held:
             held.enter_context(self._lock)
             held.enter_context(_lock_of(self.pipe.scheduler))
@@ -224,6 +230,7 @@ class Accelerated:
             outer = getattr(self._reports, "running", None)
             self._reports.last = self._reports.running = self._latest = report
             _stack().append(self)
+            self.careful, before = careful, self.careful
             try:
                 for note in self.notes:
                     report.note(note)
@@ -237,6 +244,7 @@ class Accelerated:
                 return result
             finally:
                 _stack().pop()
+                self.careful = before
                 self._reports.running = outer
                 if outer is not None:
                     self._reports.last = outer
@@ -252,7 +260,7 @@ class Accelerated:
 
 
 def _blank(cls: type) -> Any:
-    return cls.__new__(cls)
+    return cls.__new__(cls)  # type: ignore[call-overload]
 
 
 @functools.cache
@@ -261,7 +269,8 @@ def _accelerated_class(cls: type) -> type:
 
     @functools.wraps(cls.__call__)  # type: ignore[operator]
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.sdaccel.generate(lambda: cls.__call__(self, *args, **kwargs))  # type: ignore[operator]
+        careful = any(map(callable, (*args, *kwargs.values())))
+        return self.sdaccel.generate(lambda: cls.__call__(self, *args, **kwargs), careful)  # type: ignore[operator]
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _blank, (cls,), {key: value for key, value in self.__dict__.items() if key != "sdaccel"}
@@ -383,7 +392,7 @@ class Swap:
         stack = _stack()
         running = next((pair for owner in reversed(stack) for pair in owners if pair[0] is owner), owners[-1])
         owner, context = running
-        return Target(context, owner.last_report, owner.fallback)
+        return Target(context, owner.last_report, owner.fallback, owner.careful)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = self._target()
@@ -391,7 +400,7 @@ class Swap:
             return self.original()(*args, **kwargs)
         with self.watch.lock:
             try:
-                reason = self.watch.reason() if _stack() else self.watch.look()
+                reason = self.watch.reason(careful=target.careful) if _stack() else self.watch.look()
                 if reason:
                     raise UnsupportedCall(f"{reason}.")
                 self._check(target, args, kwargs)
@@ -421,8 +430,8 @@ class Swap:
 
     def _check(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         backend = target.context.backend
-        wanted = backend.device_type()
-        parameter = next(self.module.parameters())
+        wanted = target.context.device
+        parameter = self.watch.first_weight()
         if parameter.device.type != wanted:
             raise UnsupportedCall(
                 f"the pipeline is on {parameter.device.type}, the backend {backend.name} on {wanted}."

@@ -6,6 +6,7 @@ of them, so a call on such a module runs in torch and says why. Needs neither di
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 SAMPLES = 16
 
-# How often weights are read whole outside a generation: at most this share of the time goes into it.
-CLOSE_LOOKS = 1 / 100
+# The share of the time that may go into looking at everything, and as much into reading weights whole.
+SHARE = 1 / 100
+# A glance looks at every so many'th weight.
+STRIDE = 64
 
 # They compute what plain scaled-dot-product attention computes; any other processor may not.
 PLAIN_PROCESSORS = frozenset(
@@ -76,7 +80,12 @@ _FUSED = frozenset({"to_qkv", "to_kv"})
 
 
 class ModuleWatch:
-    """Watches one module from the moment it is made. `reason` is asked at every call: tens of microseconds."""
+    """Watches one module from the moment it is made.
+
+    `reason` is asked at every call. A look at every module and weight takes milliseconds (they lie all over the
+    memory), so between two such looks it only glances: at attention, adapters, FreeU, hooks and a few weights.
+    Host programs change the rest between generations, each of which begins with `look_closer`.
+    """
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -84,11 +93,28 @@ class ModuleWatch:
         """Held while the module runs: calls from several threads run one after the other."""
         self._foreign = _foreign_forward(module)
         self._parts = [_Part(name, part) for name, part in _own_parts(module)]
+        self._root = self._parts[0]
         self._weights = [weight for part in self._parts for weight in part.weights()]
         self._classes = _methods(self._parts)
         self._adapter_layers: list[nn.Module] = []
-        self._root = self._parts[0]
-        self._look()
+        self._trees = [
+            (part.module._modules, part.children)
+            for part in self._parts
+            if part is self._root or "processor" in part.module.__dict__
+        ]
+        self._processors = [
+            (part.module.__dict__, part.module.__dict__["processor"])
+            for part in self._parts
+            if "processor" in part.module.__dict__
+        ]
+        self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
+        for weight in self._weights:
+            weight.remember()
+        self._looked = self._looked_closer = -math.inf
+        self._cost = self._closer_cost = 0.0
+        self._settled = False
+        """The last look found nothing different at all: a glance will do for a while."""
+        self.look_closer()
 
     def adapters(self) -> list[str]:
         """Names of the adapters (PEFT) that change the output now, fused ones included."""
@@ -98,34 +124,54 @@ class ModuleWatch:
             names.update(_active_adapters(layer))
         return sorted(names)
 
-    def reason(self) -> str | None:
-        """Why the engine would not compute what the module computes; None if it would."""
-        if self._foreign:
-            return self._foreign
-        return self._patched() or self._adapted() or self._edited()
+    def reason(self, *, careful: bool = False) -> str | None:
+        """Why the engine would not compute what the module computes; None if it would.
+
+        careful: looks at everything, because other code has run since the last call.
+        """
+        recent = time.perf_counter() - self._looked < self._cost / SHARE
+        return None if recent and self._settled and not careful and not self._glance() else self._look()
 
     def look_closer(self) -> str | None:
         """Like `reason`, and reads every weight: edits in place through ``.data`` leave no other trace."""
         start = time.perf_counter()
         for weight in self._weights:
             weight.trust_nothing()
-        reason = self.reason()
-        self._looked = time.perf_counter()
-        self._cost = self._looked - start
+        reason = self._look()
+        self._looked_closer = time.perf_counter()
+        self._closer_cost = self._looked_closer - start
         return reason
+
+    def first_weight(self) -> torch.Tensor:
+        first = self._weights[0].now()
+        return next(self.module.parameters()) if first is None else first
 
     def look(self) -> str | None:
         """`look_closer` when the last one is long enough ago, else `reason`."""
-        due = time.perf_counter() - self._looked > self._cost / CLOSE_LOOKS
+        due = time.perf_counter() - self._looked_closer > self._closer_cost / SHARE
         return self.look_closer() if due else self.reason()
 
-    def _look(self) -> None:
+    def _look(self) -> str | None:
         start = time.perf_counter()
-        for weight in self._weights:
-            weight.remember()
+        self._hook_count = RemovableHandle.next_id
+        self._peft = self.module.__dict__.get("peft_config")
+        self._changed = [part for part in self._parts if part.changed()]
+        reason = self._foreign or self._patched() or self._adapted() or self._edited()
+        self._settled = reason is None and not self._changed
         self._looked = time.perf_counter()
-        self._cost = self._looked - start
-        self._patched()
+        self._cost = max(self._looked - start, 0.9 * self._cost)
+        return reason
+
+    def _glance(self) -> bool:
+        """Whether something caught the eye."""
+        return (
+            RemovableHandle.next_id != self._hook_count
+            or self.module.__dict__.get("peft_config") is not self._peft
+            or any(processor is not state.get("processor") for state, processor in self._processors)
+            or any(state.get("s1") for state in self._blocks)
+            or any(now != then for now, then in self._trees)
+            or any(weight.suspect() for weight in self._weights[::STRIDE])
+        )
 
     # the tree of modules
 
@@ -135,9 +181,8 @@ class ModuleWatch:
         for owner, name, method in self._classes:
             if getattr(owner, name) is not method:
                 return f"{name} of the class {owner.__name__} has been replaced"
-        changed = [part for part in self._parts if part.changed()]
         self._adapter_layers = []
-        for part in changed:
+        for part in self._changed:
             reason = part.reason(part is self._root, self._adapter_layers)
             if reason:
                 return reason
@@ -250,11 +295,11 @@ class _Part:
 
     __slots__ = (
         "_attributes",
-        "_children",
         "_hooks",
         "_parameters",
         "_pre_hooks",
         "_special",
+        "children",
         "kind",
         "module",
         "name",
@@ -265,7 +310,7 @@ class _Part:
         self.module = module
         self.kind = type(module)
         self._attributes = dict(module.__dict__)
-        self._children = {key: _base(child) for key, child in module._modules.items()}
+        self.children = {key: _base(child) for key, child in module._modules.items()}
         self._parameters = module._parameters
         self._hooks = module._forward_hooks
         self._pre_hooks = module._forward_pre_hooks
@@ -287,7 +332,7 @@ class _Part:
             return (
                 module.__class__ is not self.kind
                 or module.__dict__ != self._attributes
-                or module._modules != self._children
+                or module._modules != self.children
                 or bool(self._hooks)
                 or bool(self._pre_hooks)
                 or self._special
@@ -306,12 +351,12 @@ class _Part:
         ):
             return f"{name} has a forward hook"
         for key, child in module._modules.items():
-            known = self._children.get(key)
+            known = self.children.get(key)
             if child is known or key == "processor" or (known is None and key in _FUSED):
                 continue
             if _base(child, layers) is not known:
                 return f"{name}.{key} has been {'added' if known is None else 'replaced'}"
-        for key, child in self._children.items():
+        for key, child in self.children.items():
             if child is not None and key != "processor" and key not in module._modules:
                 return f"{name}.{key} has been removed"
         processor = getattr(module, "processor", None)
