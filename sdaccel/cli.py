@@ -550,13 +550,11 @@ def _backend(name: str | None) -> str:
 
 def _open(model: str | None, allow_pickle: bool, variant: str | None) -> Any:
     """The checkpoint that the command works on, after saying which it is."""
-    from sdaccel.model_choice import choose_model
+    from sdaccel.model_choice import choose_model, open_model
 
     choice = choose_model(model)
     console.say(f"model: {choice}")
-    from sdaccel.models.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(choice.path, allow_pickle=allow_pickle, variant=variant)
+    checkpoint = open_model(choice, allow_pickle=allow_pickle, variant=variant)
     for note in checkpoint.notes:
         console.say(f"note: {note}")
     if checkpoint.ignored:

@@ -144,7 +144,12 @@ def _folder_bytes(path: Path) -> int:
 
 
 def profile_text(entry: Entry) -> list[str]:
-    """Each profile of an engine as ``512-1024 x 768, batch 1-4, tokens 77``, in the words of the command line."""
+    """Each profile of an engine as ``512-1024 x 768, batch 1-4, tokens 77``, in the words of the command line.
+
+    A text encoder has no size, and its batch counts prompts.
+    """
+    if entry.engine.component.startswith("text_encoder"):
+        return [f"{side_text(p['batch'])} prompts, tokens {side_text(p['tokens'])}" for p in entry.engine.profiles]
     lines = []
     for image in entry.engine.image_profiles:
         size = (

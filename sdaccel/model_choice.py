@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sdaccel import settings
 from sdaccel.errors import ModelError
+
+if TYPE_CHECKING:
+    from sdaccel.models.checkpoint import Checkpoint
+
+DEMO_NAME = "sdaccel-demo"
 
 
 @dataclass(frozen=True)
@@ -51,3 +57,11 @@ def demo_model() -> ModelChoice:
             hint="Run: python -m pip install --force-reinstall sdaccel",
         )
     return ModelChoice(path, "demo")
+
+
+def open_model(choice: ModelChoice, *, allow_pickle: bool = False, variant: str | None = None) -> Checkpoint:
+    """The checkpoint, the demo model's under a name of its own. Raises ModelError, PickleRefused."""
+    from sdaccel.models.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(choice.path, allow_pickle=allow_pickle, variant=variant)
+    return replace(checkpoint, name=DEMO_NAME) if choice.is_demo else checkpoint

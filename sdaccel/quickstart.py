@@ -20,7 +20,7 @@ from sdaccel.generate import (
     report_lines,
     save,
 )
-from sdaccel.model_choice import demo_model
+from sdaccel.model_choice import ModelChoice, demo_model, open_model
 from sdaccel.profile import ImageProfile, Range
 from sdaccel.verify import LIMITS
 
@@ -71,13 +71,12 @@ def quickstart(
     from sdaccel.backends.base import pick_backend
     from sdaccel.builder import BuilderConfig, build_engines
     from sdaccel.integrations.diffusers import accelerate
-    from sdaccel.models.checkpoint import open_checkpoint
     from sdaccel.models.demo import GUIDANCE_SCALE
     from sdaccel.quality import prompt_matches, psnr
 
     report = progress or (lambda stage, fraction: None)
     where = output_paths(path, [seed])[0] if path else _new_file(Path("sdaccel-quickstart.png"))
-    checkpoint = open_checkpoint(model or demo_model().path)
+    checkpoint = open_model(ModelChoice(model, "named") if model else demo_model())
     request = Request(PROMPT, width=side, height=side, steps=steps, guidance=GUIDANCE_SCALE, seed=seed)
     components = components_needed(checkpoint, request)
     profile = ImageProfile(Range(side, side, side), Range(side, side, side))
@@ -91,9 +90,9 @@ def quickstart(
     )
     build_seconds = time.perf_counter() - start
     pipe = open_pipeline(checkpoint, request).to(pick_backend().device_type())
-    expected, torch_seconds = _drawn(pipe, request, "in torch", 0.7, report)
+    expected, torch_seconds = _drawn(pipe, request, checkpoint.name, "in torch", 0.7, report)
     accelerate(pipe, store=store, components=components, build="never")
-    found, seconds = _drawn(pipe, request, "through engines", 0.85, report)
+    found, seconds = _drawn(pipe, request, checkpoint.name, "through engines", 0.85, report)
     result, image = found
     if result.ok:
         save(image, where)
@@ -114,10 +113,12 @@ def quickstart(
     )
 
 
-def _drawn(pipe: Any, request: Request, how: str, begin: float, report: Progress) -> tuple[tuple[Any, Drawn], float]:
+def _drawn(
+    pipe: Any, request: Request, model: str, how: str, begin: float, report: Progress
+) -> tuple[tuple[Any, Drawn], float]:
     """((result, image), seconds), after one step to warm up."""
     generate(pipe, replace(request, steps=1))
-    result = generate(pipe, request, model="demo", progress=lambda s, f: report(f"{how}: {s}", begin + 0.15 * f))
+    result = generate(pipe, request, model=model, progress=lambda s, f: report(f"{how}: {s}", begin + 0.15 * f))
     return (result, result.images[0]), result.seconds
 
 

@@ -138,7 +138,10 @@ def test_what_is_built_is_there_and_not_built_again(cli, tiny_store):
     table = cli("build", tiny_store.model, "--store", tiny_store.store, *sizes)
     assert table.err == f"model: {tiny_store.model}\n"
     for row in rows:
-        assert re.search(rf"{row['component']} +{row['id'][:12]} +64-128, batch 1-2, tokens 77-154", table.out)
+        covers = (
+            "1-8 prompts, tokens 1-77" if row["component"] == "text_encoder" else "64-128, batch 1-2, tokens 77-154"
+        )
+        assert re.search(rf"{row['component']} +{row['id'][:12]} +{covers}", table.out)
 
 
 def test_the_model_is_said_when_none_is_named(cli, tiny_store, monkeypatch):
