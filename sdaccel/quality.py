@@ -163,14 +163,15 @@ def _components(mask: np.ndarray) -> tuple[np.ndarray, int]:
     steps = np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)
     for row in range(mask.shape[0]):
         here = []
-        for start, end in zip(np.flatnonzero(steps[row] == 1), np.flatnonzero(steps[row] == -1), strict=True):
+        edges = (np.flatnonzero(steps[row] == sign).tolist() for sign in (1, -1))
+        for start, end in zip(*edges, strict=True):
             touching = [root(label) for _, s, e, label in above if s < end and start < e]
             label = min(touching, default=len(parents))
             if not touching:
                 parents.append(label)
             for other in touching:
                 parents[other] = label
-            here.append((row, int(start), int(end), label))
+            here.append((row, start, end, label))
         runs += here
         above = here
     numbers: dict[int, int] = {}
@@ -300,6 +301,7 @@ class Accuracy:
     failures: tuple[tuple[str, tuple[str, ...]], ...] = field(repr=False, default=())
 
 
+STYLES = ("plain", "outline", "blueprint", "any")
 _SIZES = {"small": "small", "little": "small", "tiny": "small", "large": "large", "big": "large", "huge": "large"}
 _PLACES = {"left": "left", "right": "right", "top": "top", "bottom": "bottom"} | dict.fromkeys(
     ("centre", "center", "middle"), "centre"
@@ -343,11 +345,15 @@ def read_prompt(prompt: str) -> Wanted:
 def prompt_matches(image: Any, prompt: str, *, style: str = "plain") -> Match:
     """Whether an image shows everything that its prompt names, and nothing more.
 
-    `style`: "plain" wants filled shapes, "outline" wants outlines (the demo LoRA's style), "any" takes both.
+    `style`: "plain" wants filled shapes, "outline" wants outlines, "any" takes both. "blueprint", the demo LoRA's,
+    wants filled white shapes on blue in place of the prompt's colours.
     """
-    if style not in ("plain", "outline", "any"):
-        raise SettingError(f"style must be 'plain', 'outline' or 'any', not {style!r}.")
+    if style not in STYLES:
+        raise SettingError(f"style must be one of {', '.join(STYLES)}, not {style!r}.")
     wanted, scene = read_prompt(prompt), read_scene(image)
+    if style == "blueprint":
+        things = tuple((size, "white", shape, place) for size, _, shape, place in wanted.things)
+        wanted, style = Wanted("blue", things, wanted.relation), "plain"
     padded: list[SceneObject | None] = [*scene.objects, *[None] * len(wanted.things)]
     best: tuple[dict[str, bool], list[str]] | None = None
     for objects in itertools.permutations(padded[:8], len(wanted.things)):

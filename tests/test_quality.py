@@ -152,6 +152,15 @@ def test_outlines_and_filled_shapes_are_told_apart():
             assert prompt_matches(image, prompt, style=other).ok == (shape == "ring")
 
 
+def test_blueprints_are_white_on_blue_whatever_the_prompt():
+    (drawn,) = pictures([one("star", "red", "green")], style="blueprint", blur=1.2)
+    (plain,) = pictures([one("star", "red", "green")], blur=1.2)
+    prompt = "a red star on a green background"
+    assert prompt_matches(drawn, prompt, style="blueprint").ok and not prompt_matches(drawn, prompt).ok
+    assert prompt_matches(plain, prompt).ok and not prompt_matches(plain, prompt, style="blueprint").ok
+    assert not prompt_matches(drawn, "a red ring on a green background", style="blueprint").ok
+
+
 def test_images_may_come_as_pil_bytes_or_floats():
     (image,) = pictures([one()])
     expected = read_scene(image)

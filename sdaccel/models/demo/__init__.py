@@ -23,8 +23,8 @@ def demo_model_path() -> Path:
 
 
 def demo_lora_path() -> Path:
-    """The demo model's LoRA, in diffusers format: it draws outlines where the model alone fills shapes."""
-    return Path(__file__).parent / "lora" / "outline.safetensors"
+    """The demo model's LoRA, in diffusers format: it draws white shapes on blue, whatever colours the prompt names."""
+    return Path(__file__).parent / "lora" / "blueprint.safetensors"
 
 
 def held_out_prompts(n: int, seed: int = 0, *, relations: bool = False) -> list[str]:

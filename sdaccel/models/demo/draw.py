@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ def draw(
 ) -> Tensor:
     """Images (N, 3, height, width), float32 in [-1, 1].
 
-    `style` is "plain" (filled shapes) or "outline" (only a stroke along the inside of each shape's edge; rings stay).
+    `style` is "plain" (filled shapes), "outline" (only a stroke along the inside of each shape's edge; rings stay) or
+    "blueprint" (white shapes on blue, whatever the scene's colours).
     Coordinates of a shape are in its radii with y pointing down: every shape fits the circle of radius 1.
     """
     palette = torch.tensor(list(COLOURS.values()), dtype=torch.float32, device=device) / 127.5 - 1
@@ -31,6 +33,8 @@ def draw(
     shorter = min(height, width)
     xs = (torch.arange(width, device=device) + 0.5) / shorter
     ys = (torch.arange(height, device=device) + 0.5) / shorter
+    if style == "blueprint":
+        scenes = [blueprint(scene) for scene in scenes]
     background = torch.tensor([colours.index(scene.background) for scene in scenes], device=device)
     image = palette[background][:, :, None, None].expand(-1, -1, height, width).clone()
     for name in SHAPES:
@@ -52,6 +56,10 @@ def draw(
             colour = palette[[colours.index(t.colour) for t in things]][:, :, None, None]
             image[rows] = torch.lerp(image[rows], colour.expand(-1, -1, height, width), cover)
     return image
+
+
+def blueprint(scene: Scene) -> Scene:
+    return replace(scene, background="blue", things=tuple(replace(thing, colour="white") for thing in scene.things))
 
 
 def _circle(x: Tensor, y: Tensor) -> Tensor:
@@ -79,15 +87,14 @@ def _polygon(corners: list[tuple[float, float]]) -> Callable[[Tensor, Tensor], T
     """Signed distance to a simple polygon: to the nearest edge, negative where a ray crosses an odd number of edges."""
 
     def distance(x: Tensor, y: Tensor) -> Tensor:
-        nearest, inside = None, None
+        nearest = torch.full_like(x + y, math.inf)
+        inside = torch.zeros_like(nearest, dtype=torch.bool)
         for (ax, ay), (bx, by) in zip(corners, corners[1:] + corners[:1], strict=True):
             ex, ey = bx - ax, by - ay
             along = (((x - ax) * ex + (y - ay) * ey) / (ex * ex + ey * ey)).clamp(0, 1)
-            edge = torch.hypot(x - ax - along * ex, y - ay - along * ey)
-            nearest = edge if nearest is None else torch.minimum(nearest, edge)
+            nearest = torch.minimum(nearest, torch.hypot(x - ax - along * ex, y - ay - along * ey))
             if ey:
-                crosses = ((y >= ay) != (y >= by)) & (x < ax + (y - ay) * ex / ey)
-                inside = crosses if inside is None else inside ^ crosses
+                inside ^= ((y >= ay) != (y >= by)) & (x < ax + (y - ay) * ex / ey)
         return torch.where(inside, -nearest, nearest)
 
     return distance
