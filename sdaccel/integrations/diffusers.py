@@ -10,6 +10,7 @@ made by ``from_pipe`` shares the modules, so engines run it too; `accelerate` it
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import time
@@ -305,11 +306,18 @@ class Replacement:
         return self.swap(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.swap.module))
-        return self if copied is None else _plain_method(copied, self.swap.method)
+        swap, copied = self.swap, memo.get(id(self.swap.module))
+        if copied is None:
+            return self
+        return _plain_method(copied, swap.method) if swap.before is None else copy.deepcopy(swap.before, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_method, (self.swap.module, self.swap.method)
+        swap = self.swap
+        return (_plain_method, (swap.module, swap.method)) if swap.before is None else (_itself, (swap.before,))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _plain_method(module: nn.Module, method: str) -> Any:
@@ -350,11 +358,11 @@ class Swap:
         # Inside a hook that moves weights, as the method itself is.
         hooked = hasattr(module, "_hf_hook") and "_old_forward" in module.__dict__ and self.method == "forward"
         self._place = "_old_forward" if hooked else self.method
-        self._before = module.__dict__.get(self._place)
+        self.before = module.__dict__.get(self._place)
         self._replacement = Replacement(self)
 
     def original(self) -> Callable[..., Any]:
-        return _plain_method(self.module, self.method) if self._before is None else self._before
+        return _plain_method(self.module, self.method) if self.before is None else self.before
 
     def install(self, owner: Accelerated, context: ExecutionContext) -> None:
         if not self._owners:
@@ -369,7 +377,7 @@ class Swap:
         for place in (self.method, "_old_forward"):
             if state.get(place) is not self._replacement:
                 continue
-            if self._before is None and place == self._place:
+            if self.before is None and place == self._place:
                 del state[place]
             else:
                 state[place] = self.original()

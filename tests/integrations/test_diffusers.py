@@ -329,7 +329,7 @@ def test_memory_savers_are_honoured_or_reported(accelerated):
     assert pipe.sdaccel.last_report.components["vae_decoder"].calls == 2
     pipe.vae.disable_slicing()
     pipe.vae.enable_tiling()
-    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 6, 48
+    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 4, 32
     tiled = images(pipe, "sd1")
     assert reasons(pipe) == {"vae_decoder": "VAE tiling is on, which engines do not do (pipe.vae.disable_tiling())."}
     pipe.vae.disable_tiling()

@@ -37,7 +37,7 @@ def test_a_size_outside_every_profile_is_torch_and_the_next_call_is_not(accelera
         assert same(found, images(plain("sd1"), "sd1", width=size, height=size))
         assert through_engines(pipe) == inside
     images(pipe, "sd1", width=160, height=160)
-    assert "height 20 is outside" in reasons(pipe)["unet"] and "vae_decoder" in reasons(pipe)
+    assert "height 20 is outside" in reasons(pipe)["unet"]
     assert pipe.sdaccel.last_report.fallbacks[0].calls == 2
     assert pipe.sdaccel.last_report.components["text_encoder"].torch_calls == 0
 
@@ -212,7 +212,7 @@ def test_a_vae_that_overflows_in_half_precision_decodes_in_float32():
     assert "vae_decoder ran in float32, where half precision can overflow." in pipe.sdaccel.last_report.notes
     # Without an engine torch overflows, notices, and does it again in float32.
     pipe.vae.enable_tiling()
-    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 6, 48
+    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 4, 32
     tiled = images(pipe, "sd1")
     report = pipe.sdaccel.last_report
     assert report.ok and report.components["vae_decoder"].torch_calls == 2

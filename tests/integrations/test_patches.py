@@ -551,7 +551,7 @@ def test_ip_adapter(sd1):
 # --- torch.compile
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 @pytest.mark.parametrize("how", ["module", "in place"])
 def test_compiled_unets_do_not_crash(when, how):
     pipe = pipelines.make("sd1")

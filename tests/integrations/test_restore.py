@@ -185,3 +185,15 @@ def test_nothing_is_reported_for_a_module_in_use_elsewhere(accelerated):
     pipe = accelerated("sd1")
     images(pipe, "sd1")
     assert reasons(pipe) == {}
+
+
+def test_copies_keep_a_forward_that_was_there(store):
+    pipe = pipelines.make("sd1")
+    kept = pipe.unet.forward
+    replaced = pipe.unet.forward = lambda *args, **kwargs: kept(*args, **kwargs)
+    offload(pipe)
+    sdaccel.accelerate(pipe, store=store)
+    copied = copy.deepcopy(pipe.unet)
+    assert copied._old_forward is replaced
+    text_encoder = copy.deepcopy(pipe.text_encoder)
+    assert text_encoder._old_forward.__self__ is text_encoder
