@@ -189,7 +189,7 @@ def _caption(scene: Scene, rng: random.Random, *, plain: bool) -> str:
         what = f"{names[0]} {word(place)}" if place else names[0]
     if often(0.92):
         ground = f"{'the ' if article == 'the ' else 'a '}{scene.background} background"
-        ways = (f"{what} on {ground}",)
+        ways: tuple[str, ...] = (f"{what} on {ground}",)
         if not plain:
             ways = (
                 *ways * 5,
