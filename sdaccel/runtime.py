@@ -60,13 +60,13 @@ class RunReport:
     def ok(self) -> bool:
         return not self.failed
 
-    def ran_engine(self, component: str, engine: Entry, profile: OptimizationProfile, milliseconds: float) -> None:
+    def ran_engine(self, component: str, engine: str, backend: str, profile: str, milliseconds: float) -> None:
         with self._lock:
             run = self.components.setdefault(component, ComponentRun())
-            profiles = run.engines.setdefault(engine.key, [])
-            if str(profile) not in profiles:
-                profiles.append(str(profile))
-            run.backend = engine.engine.backend
+            profiles = run.engines.setdefault(engine, [])
+            if profile not in profiles:
+                profiles.append(profile)
+            run.backend = backend
             run.calls += 1
             run.milliseconds += milliseconds
 
@@ -132,6 +132,7 @@ class Candidate:
     entry: Entry
     index: int
     profile: OptimizationProfile
+    label: str
 
 
 class ExecutionContext:
@@ -149,7 +150,7 @@ class ExecutionContext:
         self.device = backend.device_type()
         self.engines = list(engines)
         self.candidates = [
-            Candidate(entry, index, profile)
+            Candidate(entry, index, profile, str(profile))
             for entry in self.engines
             for index, profile in enumerate(entry.engine.profiles)
         ]
@@ -179,7 +180,7 @@ class ExecutionContext:
             start = time.perf_counter()
             results = engine.run(inputs, outputs, candidate.index)
             milliseconds = (time.perf_counter() - start) * 1e3
-        report.ran_engine(self.component, candidate.entry, candidate.profile, milliseconds)
+        report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, milliseconds)
         return results
 
     def _ready(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Candidate, LoadedEngine]:

@@ -43,6 +43,7 @@ class Pretended:
     loads: list[str] = field(default_factory=list)
     ran: list[tuple[str, int]] = field(default_factory=list)
     root: Path = Path("nowhere")
+    name: str = "pretended"
 
     def open_engine(self, key: str) -> None:
         if key in self.broken:
@@ -142,9 +143,8 @@ def test_a_broken_engine_is_left_out(error):
 
 def test_a_report_turns_into_json_and_reads_well():
     report = RunReport()
-    engine = entry("f" * 64, profile(8, 8, 8))
     for _ in range(20):
-        report.ran_engine("unet", engine, engine.engine.profiles[0], 1.5)
+        report.ran_engine("unet", "f" * 64, "pretended", "batch=1", 1.5)
     report.ran_torch("unet", 4.0, ["style"])
     report.fell_back("unet", "adapters are active")
     report.fell_back("unet", "adapters are active")
@@ -168,11 +168,10 @@ def test_a_report_turns_into_json_and_reads_well():
 
 def test_a_report_is_written_and_read_by_many_threads():
     report = RunReport()
-    engine = entry("a", profile(8, 8, 8))
 
     def work(number: int) -> None:
         for step in range(200):
-            report.ran_engine(f"part {step % 50}", engine, engine.engine.profiles[0], 1.0)
+            report.ran_engine(f"part {step % 50}", "a", "pretended", "batch=1", 1.0)
             report.fell_back("unet", f"reason {step % 7}")
             assert str(report) and report.to_json()
 

@@ -172,9 +172,7 @@ class _Session(LoadedEngine):
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
     ) -> dict[str, torch.Tensor]:
-        feed = {
-            name: tensor.detach().to("cpu", self._dtypes[name]).contiguous().numpy() for name, tensor in inputs.items()
-        }
+        feed = {name: _array(tensor, self._dtypes[name]) for name, tensor in inputs.items()}
         names = self._outputs if outputs is None else list(outputs)
         try:
             results = self.session.run(names, feed)
@@ -200,6 +198,13 @@ class _InFile:
 
 def _read(path: Path, offset: int, length: int) -> np.ndarray:
     return np.fromfile(path, np.uint8, length, offset=offset)
+
+
+def _array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    """``tensor`` as an array, without a copy (or a call into torch) that is not needed."""
+    if tensor.dtype is not dtype or tensor.device.type != "cpu" or tensor.requires_grad:
+        tensor = tensor.detach().to("cpu", dtype)
+    return tensor.contiguous().numpy()
 
 
 def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 SAMPLES = 16
 
 # The share of the time that may go into looking at everything, and as much into reading weights whole.
-SHARE = 1 / 100
+SHARE = 1 / 400
 # A glance looks at every so many'th weight.
 STRIDE = 64
 
