@@ -119,7 +119,7 @@ class OnnxRuntime(Backend):
             if place is not None and np.array_equal(found, _read(shared, place.offset, place.nbytes)):
                 _place(tensor, job.weights.key, place.offset, length)
                 continue
-            name = hashlib.sha256(found).hexdigest()
+            name = hashlib.sha256(found.data).hexdigest()
             own.setdefault(name, []).append(tensor)
             tensors[name] = _InFile(data, offset, length, _SAFETENSORS[tensor.data_type], tuple(tensor.dims))
         if not own:
