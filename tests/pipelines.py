@@ -117,15 +117,19 @@ _UNET_OF = {
 
 
 @cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Kept to the end of the run."""
+    return tempfile.TemporaryDirectory(prefix="sdaccel-tests-", ignore_cleanup_errors=True)
+
+
 def _files() -> Path:
-    return Path(tempfile.mkdtemp(prefix="sdaccel-tokenizers-"))
+    return Path(_folder().name)
 
 
 @cache
 def shared_store() -> Store:
     """One store for the whole run. Graphs, engines and weights in it are keyed by what they are, so tests may share."""
-    root = os.environ.get("TEST_STORE") or tempfile.mkdtemp(prefix="sdaccel-tests-")
-    return Store(Path(root))
+    return Store(Path(os.environ.get("TEST_STORE") or _files() / "store"))
 
 
 def scaled(module: torch.nn.Module, seed: int) -> Any:
