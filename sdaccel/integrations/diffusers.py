@@ -207,7 +207,7 @@ class Accelerated:
 
     def install(self) -> None:
         self.attach()
-        self.pipe.__class__ = _accelerated_class(self._class)
+        self.pipe.__class__ = _accelerated_class(self._class)  # type: ignore[arg-type]
         self.pipe.sdaccel = self
 
     def remove(self) -> None:
