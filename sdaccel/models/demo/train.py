@@ -430,7 +430,11 @@ def train_lora(run: Run) -> bool:
     def save() -> None:
         state["model"] = get_peft_model_state_dict(unet)
         run.save("lora", state)
-        layers = {name: value.half().cpu().contiguous() for name, value in state["model"].items()}
+        # The file holds no alpha and is applied with scale 1, so alpha / r goes into B.
+        layers = {
+            name: (value * (2 if ".lora_B." in name else 1)).half().cpu().contiguous()
+            for name, value in state["model"].items()
+        }
         StableDiffusionPipeline.save_lora_weights(
             run.out / "lora", unet_lora_layers=layers, weight_name="blueprint.safetensors"
         )
