@@ -247,10 +247,10 @@ def _bench_component(
 
 def torch_module(entry: Entry, weights: Entry) -> torch.nn.Module:
     """The component in torch and float32, on weights mapped from the store rather than copied."""
-    from sdaccel.export.to_onnx import _loaded
+    from sdaccel.export.to_onnx import load_module
 
     spec = component_spec(entry.engine.component, entry.engine.config)
-    return _loaded(spec, weights.file(FILE), layout(weights))
+    return load_module(spec, weights.file(FILE), layout(weights))
 
 
 def _eager(module: Any, component: str) -> Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]:

@@ -498,7 +498,7 @@ def check_graph(
     cases = []
     sizes = list(shapes or spec.shapes)
     with _EXPORTING, _plain_torch():
-        module = _loaded(spec, weights_path, layout)
+        module = load_module(spec, weights_path, layout)
         for index, shape in enumerate(sizes):
             given = optional and index == len(sizes) - 1 and any(tensor.optional for tensor in spec.inputs)
             inputs = spec.random_inputs(shape, seed=index, optional=given)
@@ -541,7 +541,7 @@ def _compare(
     return worst
 
 
-def _loaded(spec: ComponentSpec, weights_path: Path, layout: Mapping[str, Any]) -> torch.nn.Module:
+def load_module(spec: ComponentSpec, weights_path: Path, layout: Mapping[str, Any]) -> torch.nn.Module:
     """The torch module in float32 on weights mapped from the file."""
     with torch.device("meta"):
         module = spec.build_module()

@@ -245,7 +245,7 @@ def test_check_refuses_nan_a_missing_output_and_a_wrong_shape(exported):
 
 def test_torch_has_let_go_of_the_weights_before_the_engine_runs(exported, monkeypatch):
     model = exported("vae_encoder")
-    loaded = to_onnx._loaded
+    loaded = to_onnx.load_module
     modules = []
 
     def watched(*args):
@@ -253,7 +253,7 @@ def test_torch_has_let_go_of_the_weights_before_the_engine_runs(exported, monkey
         modules.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr(to_onnx, "_loaded", watched)
+    monkeypatch.setattr(to_onnx, "load_module", watched)
 
     def run(inputs):
         assert [module() for module in modules] == [None]
