@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -19,6 +20,15 @@ from sdaccel.runtime import ExecutionContext
 from tests import pipelines
 from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
 from tests.tolerances import LARGE_IMAGE_MAX_ABS, PIPELINE_MAX_ABS
+
+
+def copied_store(folder: Path, part: str = "") -> Store:
+    """A store of the test's own with what the shared one holds for sd1, or only its graphs."""
+    shared = pipelines.shared_store()
+    sdaccel.accelerate(pipelines.make("sd1"), store=shared)
+    shutil.copytree(shared.root / part, folder / part, dirs_exist_ok=True)
+    return Store(folder)
+
 
 UP_TO_TWO = Range(1, 1, 2)
 
@@ -56,8 +66,7 @@ def test_without_fallback_torch_is_refused(accelerated):
 
 def test_three_profiles_in_one_engine_and_more_engines(tmp_path):
     """The containing profile is picked, whichever engine has it (G1)."""
-    store = Store(tmp_path)
-    shutil.copytree(pipelines.shared_store().root / "graphs", store.root / "graphs")
+    store = copied_store(tmp_path, "graphs")
     pipe = pipelines.make("sd1")
     sdaccel.accelerate(pipe, store=store, components=["unet"], profiles=[square(64), square(96), square(128)])
     assert [len(entry.engine.profiles) for entry in store.find_engines(component="unet")] == [3]
@@ -75,8 +84,7 @@ def test_three_profiles_in_one_engine_and_more_engines(tmp_path):
 
 def test_a_batch_of_four_is_four(tmp_path):
     """The engine records what was asked for, and guidance doubles it (G2)."""
-    store = Store(tmp_path)
-    shutil.copytree(pipelines.shared_store().root / "graphs", store.root / "graphs")
+    store = copied_store(tmp_path, "graphs")
     profile = square(64, Range.of(4))
     pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, profiles=[profile])
     for entry in store.list():
@@ -297,8 +305,7 @@ def test_two_pipelines_in_two_threads(accelerated):
 @pytest.fixture
 def own_store(tmp_path):
     """(store, pipeline) with the UNet's engine alone, in a store of the test's own."""
-    store = Store(tmp_path)
-    shutil.copytree(pipelines.shared_store().root, store.root, dirs_exist_ok=True)
+    store = copied_store(tmp_path)
     return store, sdaccel.accelerate(pipelines.make("sd1"), store=store)
 
 
