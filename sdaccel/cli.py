@@ -195,14 +195,12 @@ def list_(store: StoreOption = None, as_json: JsonOption = False) -> int:
     for item in items:
         state = f"{item.state}: {item.reason}" if item.reason else item.state
         if item.entry is None:
-            rows.append(["?", *_id_and_profiles(item), "", "", "", "", _sizes(item)[0], "", state])
+            rows.append(["?", *_id_and_profiles(item), "", "", "", "", *_sizes(item), "", state])
             continue
         engine = item.entry.engine
-        facts = [engine.model, engine.family, engine.precision, engine.backend]
-        rows.append(
-            [engine.component, *_id_and_profiles(item), *facts, _sizes(item)[0], age_text(engine.created), state]
-        )
-    names = ["component", "id", "profiles", "model", "family", "precision", "backend", "size", "age", "state"]
+        facts = [engine.model, engine.family, engine.precision, engine.backend, *_sizes(item)]
+        rows.append([engine.component, *_id_and_profiles(item), *facts, age_text(engine.created), state])
+    names = ["component", "id", "profiles", "model", "family", "precision", "backend", "size", "shared", "age", "state"]
     console.print_table(names, rows)
     return OK
 
