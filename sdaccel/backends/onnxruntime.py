@@ -82,7 +82,7 @@ class OnnxRuntime(Backend):
         for tensor in _external(job.model):
             _place(tensor, job.weights.key, *_extent(tensor))
         fused = ir.from_proto(job.model)
-        fired = optimize(fused, self.name)
+        fired = optimize(fused, f"{self.name}, images" if job.component.startswith("vae") else self.name)
         fused.opset_imports["com.microsoft"] = 1
         plan = folder / "optimized.onnx"
         data = folder / "optimized.data"

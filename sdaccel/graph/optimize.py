@@ -14,21 +14,22 @@ from sdaccel.graph.match import Outcome
 Fusion = Callable[[ir.Model], Outcome]
 
 _ANY: tuple[tuple[str, Fusion], ...] = (("noops", noops.fuse), ("attention", attention.fuse))
+_ONNXRUNTIME: tuple[tuple[str, Fusion], ...] = (
+    ("flash-attention", for_onnxruntime.attention),
+    ("linear", for_onnxruntime.linear),
+)
 _TARGETS: dict[str, tuple[tuple[str, Fusion], ...]] = {
-    "onnxruntime": (
-        ("flash-attention", for_onnxruntime.attention),
-        ("linear", for_onnxruntime.linear),
-        ("group-norm", for_onnxruntime.group_norm),
-    ),
+    "onnxruntime": (*_ONNXRUNTIME, ("group-norm", for_onnxruntime.group_norm)),
+    "onnxruntime, images": (*_ONNXRUNTIME, ("group-norm", for_onnxruntime.group_norm_of_images)),
 }
-VERSION = "1"
+VERSION = "2"
 """Part of every engine's key: raise it when a fusion changes what it writes."""
 
 _log = logging.getLogger("sdaccel.graph")
 
 
 def optimize(model: ir.Model, target: str) -> dict[str, int]:
-    """Fuses ``model`` in place for the backend ``target`` and returns how often each fusion fired.
+    """Fuses ``model`` in place for ``target`` (a backend; "…, images" where it handles pixels) and returns how often each fusion fired.
 
     Why one did not fire where it might have is logged at level DEBUG (SDACCEL_DEBUG=2).
     """

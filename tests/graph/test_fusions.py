@@ -8,7 +8,7 @@ import pytest
 
 from sdaccel.graph import for_onnxruntime
 from sdaccel.graph.fusions import attention, noops
-from tests.tolerances import EXPORT_MAX_ABS
+from tests.tolerances import EXPORT_MAX_ABS, GROUP_NORM_MAX_ABS
 
 HEADER = '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>'
 
@@ -105,18 +105,26 @@ def test_linear_leaves_a_product_of_two_inputs_alone():
     assert (outcome.fired, list(outcome.refused)) == (0, ["the second factor is not a transposed weight"])
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 9), (13, 9)])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_group_norm(size, batch):
-    graph = model(
+def group_norm_model() -> ir.Model:
+    return model(
         """g (float[b, 8, h, w] x) => (float[b, 8, h, w] y)
         { y = GroupNormalization<num_groups=2, epsilon=0.00001>(x, scale, bias) }""",
         scale=normal(8),
         bias=normal(8) + 1,
     )
+
+
+FUSE = [for_onnxruntime.group_norm, for_onnxruntime.group_norm_of_images]
+
+
+@pytest.mark.parametrize("fuse", FUSE)
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (13, 9)])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_group_norm(fuse, size, batch):
+    graph = group_norm_model()
     x = 3 * normal(batch, 8, *size) + 2
     expected = run(graph, x=x)
-    assert for_onnxruntime.group_norm(graph).fired == 1
+    assert fuse(graph).fired == 1
     assert "GroupNormalization" not in ops(graph)
     assert np.abs(run(graph, x=x) - expected).max() <= EXPORT_MAX_ABS
 
@@ -129,3 +137,15 @@ def test_a_division_by_one_goes_and_another_stays():
     assert noops.fuse(graph).fired == 1
     assert ops(graph) == ["Div", "Add"]
     np.testing.assert_array_equal(run(graph, x=np.arange(4, dtype=np.float32)), np.arange(4, dtype=np.float32))
+
+
+def test_group_norm_of_images_is_exact_on_a_megapixel():
+    """Against float64: a plain float32 sum over a million pixels would be off by more than the limit."""
+    graph = group_norm_model()
+    for_onnxruntime.group_norm_of_images(graph)
+    x = 3 * normal(1, 8, 1000, 1000) + 2
+    weights = {name: value.const_value.numpy() for name, value in graph.graph.initializers.items()}
+    groups = x.astype(np.float64).reshape(1, 2, -1)
+    exact = (groups - groups.mean(2, keepdims=True)) / np.sqrt(groups.var(2, keepdims=True) + 1e-5)
+    exact = exact.reshape(x.shape) * weights["scale"][:, None, None] + weights["bias"][:, None, None]
+    assert np.abs(run(graph, x=x) - exact).max() <= GROUP_NORM_MAX_ABS

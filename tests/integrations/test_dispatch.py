@@ -19,7 +19,7 @@ from sdaccel.profile import ImageProfile, Range
 from sdaccel.runtime import ExecutionContext
 from tests import pipelines
 from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
-from tests.tolerances import LARGE_IMAGE_MAX_ABS, PIPELINE_MAX_ABS
+from tests.tolerances import PIPELINE_MAX_ABS
 
 
 def copied_store(folder: Path, part: str = "") -> Store:
@@ -104,8 +104,7 @@ def test_odd_latents(width, height, accelerated):
     sides = Range(64, 64, 1216)
     pipe = accelerated("sdxl", profiles=[ImageProfile(sides, sides, Range(1, 1, 1))])
     size = {"width": width, "height": height, "num_inference_steps": 1}
-    limit = LARGE_IMAGE_MAX_ABS if width * height > 512 * 512 else PIPELINE_MAX_ABS
-    assert error(images(pipe, "sdxl", **size), images(plain("sdxl"), "sdxl", **size)) <= limit
+    assert error(images(pipe, "sdxl", **size), images(plain("sdxl"), "sdxl", **size)) <= PIPELINE_MAX_ABS
     assert through_engines(pipe), pipe.sdaccel.last_report
 
 
