@@ -29,9 +29,10 @@ _log = logging.getLogger("sdaccel.graph")
 
 
 def optimize(model: ir.Model, target: str) -> dict[str, int]:
-    """Fuses ``model`` in place for ``target`` (a backend; "…, images" where it handles pixels) and returns how often each fusion fired.
+    """Fuses ``model`` in place for ``target`` and returns how often each fusion fired.
 
-    Why one did not fire where it might have is logged at level DEBUG (SDACCEL_DEBUG=2).
+    ``target`` is a backend, "…, images" where the component handles pixels. Why a fusion did not fire where it might
+    have is logged at level DEBUG (SDACCEL_DEBUG=2).
     """
     fired = {}
     for name, fuse in (*_ANY, *_TARGETS[target], ("noops-after", noops.fuse)):
