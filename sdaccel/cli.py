@@ -73,6 +73,14 @@ VariantOption = Annotated[
     str | None, typer.Option("--variant", metavar="NAME", help="Which weights of a folder, such as fp16.")
 ]
 
+VaeOption = Annotated[
+    Path | None, typer.Option("--vae", metavar="PATH", help="A VAE's folder or file, for a model without or instead.")
+]
+PredictionOption = Annotated[
+    str | None,
+    typer.Option("--prediction-type", metavar="NAME", help="epsilon or v_prediction, where a file is silent."),
+]
+
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -142,6 +150,8 @@ def build(
     ] = None,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
+    vae: VaeOption = None,
+    prediction_type: PredictionOption = None,
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Skip the comparison of each engine with torch.")
     ] = False,
@@ -155,7 +165,7 @@ def build(
     from sdaccel.progress import terminal_progress
 
     place = _store(store)
-    checkpoint = _open(model, allow_pickle, variant)
+    checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
     profiles = _profiles(checkpoint, res, batch, tokens, preset)
     config = BuilderConfig(
         tuple(component) if component else None, profiles, precision, _backend(backend), not no_check
@@ -214,6 +224,8 @@ def inspect(
     times: Annotated[bool, typer.Option("--times/--no-times", help="Measure operators for the page.")] = True,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
+    vae: VaeOption = None,
+    prediction_type: PredictionOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -224,7 +236,7 @@ def inspect(
     if what != "all" and Path(what).expanduser().exists():
         if html is not None:
             raise SettingError("--html is for engines, not for a model.", hint="Name an engine's id, or all.")
-        return _inspect_model(what, allow_pickle, variant, as_json)
+        return _inspect_model(_open(what, allow_pickle, variant, vae, prediction_type), as_json)
     items = list_engines(place)
     if what != "all":
         keys = select(place, [what])
@@ -329,6 +341,8 @@ def generate(
     no_fallback: Annotated[bool, typer.Option("--no-fallback", help="Fail rather than run anything in torch.")] = False,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
+    vae: VaeOption = None,
+    prediction_type: PredictionOption = None,
     store: StoreOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
@@ -359,7 +373,7 @@ def generate(
         strength,
     )
     paths = images.output_paths(output.expanduser(), [first + at for at in range(count)], force=force)
-    checkpoint = _open(model, allow_pickle, variant)
+    checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
     if guidance is None:
         request = replace(request, guidance=images.usual_guidance(checkpoint))
     request = images.with_size(request, checkpoint.native_side)
@@ -408,6 +422,8 @@ def verify(
     tokenizer: TokenizerOption = None,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
+    vae: VaeOption = None,
+    prediction_type: PredictionOption = None,
     store: StoreOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
@@ -418,7 +434,7 @@ def verify(
 
     width, height = _one_size(res, None, None)
     size = None if width is None or height is None else (width, height)
-    checkpoint = _open(model, allow_pickle, variant)
+    checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
     with terminal_progress(enabled=console.bar(as_json)) as progress:
         found = run_verify(
             checkpoint,
@@ -468,6 +484,8 @@ def bench(
     overhead: Annotated[bool, typer.Option("--overhead/--no-overhead", help="Time the swap into a pipeline.")] = True,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
+    vae: VaeOption = None,
+    prediction_type: PredictionOption = None,
     store: StoreOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
@@ -477,7 +495,7 @@ def bench(
     from sdaccel.profile import parse_profiles
     from sdaccel.progress import terminal_progress
 
-    checkpoint = _open(model, allow_pickle, variant)
+    checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
     native = checkpoint.native_side
     (profile,) = parse_profiles([res or str(native)], [batch or "1"], ["77"], native=native)
     with terminal_progress(enabled=console.bar(as_json)) as progress:
@@ -546,13 +564,17 @@ def _backend(name: str | None) -> str:
     return name or settings.BACKEND.value()
 
 
-def _open(model: str | None, allow_pickle: bool, variant: str | None) -> Any:
+def _open(
+    model: str | None, allow_pickle: bool, variant: str | None, vae: Path | None, prediction_type: str | None
+) -> Any:
     """The checkpoint that the command works on, after saying which it is."""
     from sdaccel.model_choice import choose_model, open_model
 
     choice = choose_model(model)
     console.say(f"model: {choice}")
-    checkpoint = open_model(choice, allow_pickle=allow_pickle, variant=variant)
+    checkpoint = open_model(
+        choice, allow_pickle=allow_pickle, variant=variant, vae=vae, prediction_type=prediction_type
+    )
     for note in checkpoint.notes:
         console.say(f"note: {note}")
     if checkpoint.ignored:
@@ -596,10 +618,9 @@ def _one_size(res: str | None, width: int | None, height: int | None) -> tuple[i
     return wide.opt, tall.opt
 
 
-def _inspect_model(path: str, allow_pickle: bool, variant: str | None, as_json: bool) -> int:
+def _inspect_model(checkpoint: Any, as_json: bool) -> int:
     from sdaccel.listing import size_text
 
-    checkpoint = _open(path, allow_pickle, variant)
     facts: dict[str, Any] = {
         "name": checkpoint.name,
         "origin": checkpoint.origin,

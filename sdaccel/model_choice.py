@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sdaccel import settings
 from sdaccel.errors import ModelError
@@ -59,9 +59,12 @@ def demo_model() -> ModelChoice:
     return ModelChoice(path, "demo")
 
 
-def open_model(choice: ModelChoice, *, allow_pickle: bool = False, variant: str | None = None) -> Checkpoint:
-    """The checkpoint, the demo model's under a name of its own. Raises ModelError, PickleRefused."""
+def open_model(choice: ModelChoice, **options: Any) -> Checkpoint:
+    """The checkpoint, the demo model's under a name of its own. ``options`` are those of `open_checkpoint`.
+
+    Raises ModelError, PickleRefused.
+    """
     from sdaccel.models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(choice.path, allow_pickle=allow_pickle, variant=variant)
+    checkpoint = open_checkpoint(choice.path, **options)
     return replace(checkpoint, name=DEMO_NAME) if choice.is_demo else checkpoint
