@@ -177,6 +177,8 @@ class ExecutionContext:
             raise UnsupportedCall(f"no engine of {self.component} is in the store.", hint="Run: sdaccel build")
         with self._lock:
             candidate, engine = self._ready(inputs)
+            for key, error in self._broken.items():
+                report.note(f"{self.component}: the engine {key[:12]} is left out: {error}")
             start = time.perf_counter()
             results = engine.run(inputs, outputs, candidate.index)
             milliseconds = (time.perf_counter() - start) * 1e3
