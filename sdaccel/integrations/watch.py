@@ -368,7 +368,7 @@ class _Part:
 
     def _attribute_changed(self, name: str, free: frozenset[str]) -> str | None:
         now, then = self.module.__dict__, self._attributes
-        for key in now.keys() | then.keys():
+        for key in sorted(now.keys() | then.keys(), key=lambda key: (key.startswith("_"), key)):
             if key in free or (key in now and key in then and now[key] is then[key]):
                 continue
             if key not in now:
