@@ -7,10 +7,7 @@ maps weights. What the optimizer leaves as it was is read from the shared weight
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
-import mmap
 import platform
 import threading
 from collections import Counter
@@ -146,10 +143,7 @@ class OnnxRuntime(Backend):
 
     def load(self, folder: Path, weights: Path, inputs: Sequence[TensorSpec]) -> LoadedEngine:
         options = self._options(weights, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
-        plan = (folder / PLAN).read_bytes()
-        resident = _resident(onnx.load_from_string(plan), weights)
-        options.add_external_initializers(list(resident), list(resident.values()))
-        return _Session(self._session(plan, options), inputs, resident)
+        return _Session(self._session((folder / PLAN).read_bytes(), options), inputs)
 
     def _options(self, weights: Path, level: Any) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -170,11 +164,8 @@ class OnnxRuntime(Backend):
 
 
 class _Session(LoadedEngine):
-    def __init__(
-        self, session: ort.InferenceSession, inputs: Sequence[TensorSpec], resident: Mapping[str, ort.OrtValue]
-    ):
+    def __init__(self, session: ort.InferenceSession, inputs: Sequence[TensorSpec]):
         self.session = session
-        self._resident = resident  # the session reads them where they are
         self._dtypes = {spec.name: _TORCH[spec.dtype] for spec in inputs}
         self._outputs = [output.name for output in session.get_outputs()]
 
@@ -214,53 +205,6 @@ def _array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     if tensor.dtype is not dtype or tensor.device.type != "cpu" or tensor.requires_grad:
         tensor = tensor.detach().to("cpu", dtype)
     return tensor.contiguous().numpy()
-
-
-# These operators pack their weights into memory of their own when a session is made.
-_PACKING = ("FusedMatMul", "Gemm", "MatMul")
-
-
-def _resident(model: onnx.ModelProto, weights: Path) -> dict[str, ort.OrtValue]:
-    """The weights that are read at every call as they lie, convolutions' above all, in memory of huge pages.
-
-    Mapped from the file they would be read through small pages that the system may take away between calls: a
-    UNet of SD 1.5 at 256x256 then takes 1.2 to 1.4 times as long.
-    """
-    used = {name for node in model.graph.node if node.op_type not in _PACKING for name in node.input}
-    places = []
-    for tensor in _external(model):
-        if tensor.name in used and tensor.data_type == onnx.TensorProto.FLOAT:
-            location = next(item.value for item in tensor.external_data if item.key == "location")
-            places.append((location, *_extent(tensor), tensor))
-    places.sort(key=lambda place: place[:2])
-    memory = memoryview(_huge_pages(sum(_aligned(length) for _, _, length, _ in places)))
-    values = {}
-    begin = 0
-    for location, group in itertools.groupby(places, key=lambda place: place[0]):
-        with (weights / location).open("rb", buffering=0) as file:
-            for _, offset, length, tensor in group:
-                file.seek(offset)
-                part = memory[begin : begin + length]
-                if file.readinto(part) != length:
-                    raise BackendError(f"{weights / location} ends inside of {tensor.name}.", hint="Build again.")
-                array = np.frombuffer(part, np.float32).reshape(tuple(tensor.dims))
-                values[tensor.name] = ort.OrtValue.ortvalue_from_numpy(array)
-                begin += _aligned(length)
-    return values
-
-
-def _aligned(length: int) -> int:
-    return -(-length // 64) * 64
-
-
-def _huge_pages(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
-        return mmap.mmap(-1, max(size, 1))
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
