@@ -25,6 +25,7 @@ import torch
 
 from sdaccel import settings
 from sdaccel.backends.base import Backend, LoadedEngine, pick_backend
+from sdaccel.doctor import cpu_name
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ProfileError, SettingError
@@ -116,16 +117,6 @@ def machine_facts(threads: int) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "versions": versions,
     }
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def default_threads() -> int:

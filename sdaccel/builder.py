@@ -15,7 +15,7 @@ import torch
 from sdaccel.backends.base import Backend, BuildJob, LoadedEngine, pick_backend
 from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
 from sdaccel.engine.store import Draft, Entry, Store
-from sdaccel.engine.weights import FILE, layout, publish_weights, weights_key
+from sdaccel.engine.weights import FILE, layout, publish_weights
 from sdaccel.errors import ModelError
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile
@@ -195,4 +195,4 @@ def _part(progress: Progress, begin: float, share: float, prefix: str = "") -> P
     return report
 
 
-__all__ = ["BuilderConfig", "build", "build_engines", "buildable_components", "weights_key"]
+__all__ = ["BuilderConfig", "build", "build_engines", "buildable_components"]

@@ -103,7 +103,7 @@ def _system(facts: dict[str, Any], problems: list[Problem], store: Path | str | 
         facts["sdaccel"] = getattr(importlib.import_module("sdaccel"), "__version__", "unknown") + " (not installed)"
     facts["python"] = f"{platform.python_version()} ({sys.executable})"
     facts["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    facts["cpu"] = f"{_cpu_name()}, {os.cpu_count()} cores"
+    facts["cpu"] = f"{cpu_name()}, {os.cpu_count()} cores"
     if not PYTHON[0] <= sys.version_info[:2]:
         newest = ".".join(map(str, PYTHON[1]))
         problems.append(Problem(f"Python {platform.python_version()} is too old.", f"Install Python {newest}", True))
@@ -117,7 +117,7 @@ def _system(facts: dict[str, Any], problems: list[Problem], store: Path | str | 
             )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.lower().startswith("model name"):
