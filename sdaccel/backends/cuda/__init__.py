@@ -1,0 +1,1 @@
+"""Our own engine for NVIDIA GPUs."""

@@ -1,0 +1,15 @@
+"""One way to run one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """``name`` is stable and says the parameters; ``run`` allocates and returns the op's result."""
+
+    name: str
+    run: Callable[[], Any]
