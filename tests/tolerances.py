@@ -1,5 +1,7 @@
 """Every numeric limit that a test holds us to, with its reason."""
 
+import torch
+
 # An exported graph run by ONNX Runtime against the torch module it came from, both float32, outputs of order 1:
 # summation order alone differs; measured 5e-6 on tiny and small models.
 EXPORT_MAX_ABS = 1e-4
@@ -11,3 +13,7 @@ PIPELINE_MAX_ABS = 1e-4
 # GroupNormalization over a million pixels in float32 against float64, outputs of order 5: rounding of single values
 # (2e-7 each) is what may remain; one long float32 sum would be off by 1e-4 and more.
 GROUP_NORM_MAX_ABS = 1e-5
+
+# Attention in 16 bits against float64, relative to the result's norm: the softmax's weights are rounded, the result is
+# rounded, and tactics that keep scores in 16 bits round those too. Half a unit in the last place is 5e-4 and 4e-3.
+ATTENTION_REL = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

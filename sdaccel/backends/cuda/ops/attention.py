@@ -1,0 +1,239 @@
+"""Attention: softmax(scale q kᵀ) v, head by head.
+
+q [B, S, heads · D], k and v [B, L, heads · D] with the last dimension contiguous and the other strides free (views of a
+fused row of queries, keys and values), result [B, S, heads · D] contiguous. ``causal``: a query sees the keys up to its
+own place, counted from the first.
+
+Tactics: torch's own four (cuDNN, flash, memory-efficient, plain); ``cross``, for few keys, with all of them in shared
+memory; ``gemm``, for one wide head (the VAE's), with scores of some query rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdaccel.backends.cuda.launch import Device, Long, kernel
+from sdaccel.backends.cuda.tactic import Tactic
+
+SCORES_BYTES = 256 << 20
+"""How much memory scores may take."""
+
+CROSS_KEYS = 256
+"""The most keys that the cross-attention kernel takes."""
+
+HEAD_DIMS = (40, 64, 80, 160)
+"""Those of the published UNets, which the kernels are tested with."""
+
+_ELEMENTS = {torch.float16: "half_t", torch.bfloat16: "bf16_t"}
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float, causal: bool = False) -> Tensor:
+    """In the inputs' own type; holds all scores at once."""
+    queries, keys, values = (_by_head(x, heads) for x in (q, k, v))
+    scores = queries @ keys.mT * scale
+    if causal:
+        scores = scores.masked_fill(_later(q.shape[1], k.shape[1], q.device), -math.inf)
+    return _joined(scores.softmax(-1) @ values)
+
+
+def tactics(
+    device: Device, q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float, causal: bool = False
+) -> list[Tactic]:
+    of_torch = list(_torch(q, k, v, heads, scale, causal))
+    ours: list[Tactic] = []
+    if not causal and scale > 0:
+        ours += _cross(device, q, k, v, heads, scale)
+        ours += _gemm(q, k, v, heads, scale)
+    return ours + of_torch
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """[B, S, heads · D] → [B, heads, S, D], a view."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[B, heads, S, D] → [B, S, heads · D]; a view of what flash and cuDNN return."""
+    return x.transpose(1, 2).flatten(2).contiguous()
+
+
+def _later(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _torch(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float, causal: bool) -> Iterator[Tactic]:
+    from torch.backends import cuda as backends
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    views = (_by_head(q, heads), _by_head(k, heads), _by_head(v, heads))
+
+    def run(backend: SDPBackend | None) -> Tensor:
+        if backend is None:
+            return _joined(F.scaled_dot_product_attention(*views, is_causal=causal, scale=scale))
+        with sdpa_kernel(backend):
+            return _joined(F.scaled_dot_product_attention(*views, is_causal=causal, scale=scale))
+
+    parameters = backends.SDPAParams(*views, None, 0.0, causal, False)
+    able: dict[str, tuple[SDPBackend, Callable[..., bool]]] = {
+        "cudnn": (SDPBackend.CUDNN_ATTENTION, backends.can_use_cudnn_attention),
+        "flash": (SDPBackend.FLASH_ATTENTION, backends.can_use_flash_attention),
+        "efficient": (SDPBackend.EFFICIENT_ATTENTION, backends.can_use_efficient_attention),
+    }
+    for name, (backend, check) in able.items():
+        if check(parameters):
+            yield Tactic(f"sdpa-{name}", partial(run, backend))
+    yield Tactic("torch", partial(run, None))
+    if 4 * q.shape[0] * heads * q.shape[1] * k.shape[1] <= SCORES_BYTES:
+        yield Tactic("sdpa-math", partial(run, SDPBackend.MATH))
+
+
+# --- few keys ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cross:
+    """How kernels/cross_attention.cu is cut."""
+
+    warps: int
+    """a block"""
+    tiles: int
+    """of 16 query rows that a warp holds at once"""
+    blocks: int
+    """that share a multiprocessor"""
+
+    def __str__(self) -> str:
+        return f"cross<warps={self.warps},tiles={self.tiles},blocks={self.blocks}>"
+
+    def defines(self, dtype: torch.dtype, head_dim: int, keys: int) -> dict[str, object]:
+        return {
+            "SDACCEL_T": _ELEMENTS[dtype],
+            "HEAD_DIM": head_dim,
+            "KEYS": _padded(keys),
+            "WARPS": self.warps,
+            "TILES": self.tiles,
+            "MIN_BLOCKS": self.blocks,
+        }
+
+    def shared(self, head_dim: int, keys: int) -> int:
+        """bytes: keys without padding, rows of values an odd number of 16-byte chunks long"""
+        return _padded(keys) * 2 * (head_dim + 8 * (head_dim // 8 | 1))
+
+    def blocks_a_head(self, device: Device, heads: int, queries: int) -> int:
+        """The number that ends first: a wave of blocks lasts as long as a warp's tiles, and 1.5 tiles to load."""
+        tiles = -(-queries // (16 * self.tiles))
+        at_once = device.sms * self.blocks
+
+        def waves_time(blocks: int) -> float:
+            waves = -(-blocks * heads // at_once)
+            return waves * (self.tiles * -(-tiles // (blocks * self.warps)) + 1.5)
+
+        return min(range(1, -(-tiles // self.warps) + 1), key=waves_time)
+
+
+def _padded(keys: int) -> int:
+    return -(-keys // 16) * 16
+
+
+def cross_parameters(head_dim: int, keys: int, queries: int) -> list[Cross]:
+    """The heuristic's choice first. What limits is registers: scores of a row against all keys stay in them."""
+    if queries <= 1024:
+        few = [Cross(4, 1, 2), Cross(2, 1, 2), Cross(8, 1, 1)]
+        return few[:2] if head_dim > 80 or keys > 160 else few
+    if head_dim <= 80 and keys <= 80:
+        return [Cross(8, 1, 2), Cross(4, 1, 3), Cross(8, 2, 1), Cross(4, 1, 4)]
+    return [Cross(4, 1, 2), Cross(8, 1, 1)]
+
+
+def _cross(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
+    head_dim, keys = q.shape[-1] // heads, k.shape[1]
+    if device.capability < (8, 0) or keys > CROSS_KEYS or not _fits(q, k, v, head_dim):
+        return
+    for parameters in cross_parameters(head_dim, keys, q.shape[1]):
+        if parameters.shared(head_dim, keys) <= device.shared_per_block:
+            yield Tactic(str(parameters), partial(_run_cross, device, parameters, q, k, v, heads, scale))
+
+
+def _run_cross(device: Device, parameters: Cross, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Tensor:
+    batch, queries, width = q.shape
+    head_dim, keys = width // heads, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run = kernel("cross_attention.cu", "cross_attention", parameters.defines(q.dtype, head_dim, keys))
+    strides = [s for x in (q, k, v) for s in (x.stride(1), Long(x.stride(0)))]
+    run(
+        (parameters.blocks_a_head(device, batch * heads, queries), heads, batch),
+        32 * parameters.warps,
+        (q, k, v, out, queries, keys, *strides, scale * math.log2(math.e)),
+        shared=parameters.shared(head_dim, keys),
+        pdl=device.capability >= (9, 0),
+    )
+    return out
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> bool:
+    """Whether our kernels can read these: 16-byte pieces everywhere."""
+    return (
+        q.dtype in _ELEMENTS
+        and head_dim in HEAD_DIMS
+        and all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in (q, k, v))
+        and all(x.stride(i) % 8 == 0 for x in (q, k, v) for i in (0, 1))
+        and q.numel() > 0
+        and k.numel() > 0
+    )
+
+
+# --- one wide head ----------------------------------------------------------------------------------------------------
+
+
+def _gemm(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
+    if heads > 1 or not q.is_cuda or q.dtype not in _ELEMENTS:
+        return
+    yield Tactic("gemm<scores=float32>", partial(_run_gemm, q, k, v, scale, torch.float32))
+    yield Tactic(f"gemm<scores={_ELEMENTS[q.dtype]}>", partial(_run_gemm, q, k, v, scale, q.dtype))
+
+
+def _run_gemm(q: Tensor, k: Tensor, v: Tensor, scale: float, scores: torch.dtype) -> Tensor:
+    """Scores, softmax and sum of as many query rows at a time as fit `SCORES_BYTES`."""
+    batch, queries, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows = max(1, SCORES_BYTES // (scores.itemsize * batch * k.shape[1]))
+    rows = -(-queries // -(-queries // rows))  # equal parts
+    rows = min(queries, -(-rows // 128) * 128)
+    nothing = torch.empty(1, 1, 1, dtype=q.dtype, device=q.device)
+    for start in range(0, queries, rows):
+        part = q[:, start : start + rows]
+        if scores == q.dtype:
+            weights = torch.baddbmm(nothing, part, k.mT, beta=0, alpha=scale).softmax(-1)
+        else:
+            weights = _softmax(torch.bmm(part, k.mT, out_dtype=scores), scale, q.dtype)
+        torch.bmm(weights, v, out=out[:, start : start + rows])
+    return out
+
+
+def _softmax(scores: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return scores.mul_(scale).softmax(-1).to(dtype)
+
+
+# --- for the tests that compile everything ----------------------------------------------------------------------------
+
+VARIANTS = [
+    ("cross_attention.cu", "cross_attention", parameters.defines(dtype, head_dim, keys), (8, 0))
+    for dtype, head_dim, keys, queries in (
+        (torch.float16, 64, 77, 4096),
+        (torch.bfloat16, 64, 231, 1024),
+        (torch.float16, 40, 77, 4096),
+        (torch.float16, 80, 77, 1024),
+        (torch.bfloat16, 160, 154, 256),
+        (torch.float16, 160, 231, 64),
+    )
+    for parameters in cross_parameters(head_dim, keys, queries)[:2]
+]
