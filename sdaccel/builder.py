@@ -121,7 +121,8 @@ def _build_component(
             precision,
             progress=lambda done, total: progress(f"{component}: storing weights", 0.45 + 0.2 * done / max(total, 1)),
         )
-        model = bind_weights(onnx.load(str(graph.file(GRAPH_FILE)), load_external_data=False), layout(weights))
+        weightless = onnx.load(str(graph.file(GRAPH_FILE)), load_external_data=False)
+        model = bind_weights(weightless, layout(weights), _STORED[precision])
         job = BuildJob(
             component, model, graph.key, weights, precision, profiles, store, _part(progress, 0.65, 0.2, component)
         )
@@ -130,7 +131,7 @@ def _build_component(
         details = dict(built.details)
         if config.check:
             progress(f"{component}: comparing with torch", 0.85)
-            details["check"] = _check(component, source.config, backend, draft, weights, inputs)
+            details["check"] = _check(component, source.config, backend, draft, weights, inputs, _LIMITS[precision])
         manifest = EngineManifest(
             **identity,
             source=source.name,
@@ -154,6 +155,13 @@ def _build_component(
     return store.publish("engines", engine_key(**identity), fill, waiting=waiting)
 
 
+_STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+# Largest difference from torch in float32 that an engine may have at any value, over the largest value: in float32 the
+# order of additions, in half precision one rounding a layer, which random inputs carry through all of them.
+_LIMITS = {"fp32": 1e-4, "fp16": 3e-2, "bf16": 2e-1}
+
+
 def _specs(items: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(i["name"], i["dtype"], tuple(i["shape"]), i["optional"]) for i in items)
 
@@ -165,6 +173,7 @@ def _check(
     draft: Draft,
     weights: Entry,
     inputs: tuple[TensorSpec, ...],
+    limit: float,
 ) -> dict[str, Any]:
     """The engine against torch at several shapes, before it is published. Raises ExportError."""
     from sdaccel.export.to_onnx import check_graph
@@ -176,7 +185,9 @@ def _check(
             loaded.append(backend.load(draft.path, weights.path.parent, inputs))
         return loaded[0].run(feed)
 
-    results = check_graph(run, component, config, weights.file(FILE), layout(weights))
+    results = check_graph(
+        run, component, config, weights.file(FILE), layout(weights), limit=limit, device=_roomy(backend, weights)
+    )
     loaded.clear()
     gc.collect()
     return {
@@ -184,6 +195,14 @@ def _check(
         "largest_error": max(result.error for result in results),
         "shapes": [{**result.shape, "error": result.error} for result in results],
     }
+
+
+def _roomy(backend: Backend, weights: Entry) -> str:
+    """The backend's device if it has room for torch in float32, else the CPU."""
+    device = backend.device_type()
+    if device == "cuda" and torch.cuda.mem_get_info()[0] > 4 * weights.nbytes:
+        return device
+    return "cpu"
 
 
 def _part(progress: Progress, begin: float, share: float, prefix: str = "") -> Progress:

@@ -55,6 +55,10 @@ class LoadedEngine(ABC):
         Raises BackendError.
         """
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The engine's weights by the names of the model's parameters, where torch can share them; else nothing."""
+        return {}
+
 
 class Backend(ABC):
     name: str
@@ -102,7 +106,12 @@ def backends() -> dict[str, Callable[[], Backend]]:
 
         return OnnxRuntime()
 
-    return {"onnxruntime": onnxruntime}
+    def cuda() -> Backend:
+        from sdaccel.backends.cuda.backend import Cuda
+
+        return Cuda()
+
+    return {"cuda": cuda, "onnxruntime": onnxruntime}
 
 
 def pick_backend(name: str = "auto") -> Backend:

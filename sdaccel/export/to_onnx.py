@@ -385,10 +385,11 @@ def _plain_torch() -> Iterator[None]:
 # --- the graph and its weights ----------------------------------------------------------------------------------------
 
 
-def bind_weights(model: onnx.ModelProto, layout: Mapping[str, Any]) -> onnx.ModelProto:
+def bind_weights(model: onnx.ModelProto, layout: Mapping[str, Any], stored: str | None = None) -> onnx.ModelProto:
     """A copy of ``model`` whose external initializers point at their places in one weights entry.
 
     ``layout`` maps names to places with ``offset`` and ``nbytes`` (bytes in the file), ``shape`` and ``dtype``.
+    ``stored``: the weights' type there, where the backend computes in another than the graph says (F16, BF16).
     Raises ExportError naming the weight that is missing or has another shape or type.
     """
     bound = onnx.ModelProto()
@@ -403,7 +404,7 @@ def bind_weights(model: onnx.ModelProto, layout: Mapping[str, Any]) -> onnx.Mode
             raise ExportError(
                 f"weight {tensor.name} is {tuple(place.shape)} in the checkpoint, {tuple(tensor.dims)} in its config."
             )
-        if _ONNX_TYPES.get(place.dtype) != tensor.data_type:
+        if _ONNX_TYPES.get(place.dtype) != tensor.data_type and place.dtype != stored:
             wanted = onnx.TensorProto.DataType.Name(tensor.data_type)
             raise ExportError(f"weight {tensor.name} is stored as {place.dtype}, but the graph computes in {wanted}.")
         del tensor.external_data[:]
@@ -486,24 +487,27 @@ def check_graph(
     shapes: Sequence[Mapping[str, int]] | None = None,
     optional: bool = True,
     limit: float = MAX_ABS,
+    device: str = "cpu",
 ) -> list[CheckResult]:
     """Runs ``run`` and torch on the same random inputs at several small shapes (`ComponentSpec.shapes` by default).
 
     torch goes first, in float32 on weights mapped from ``weights_path`` (copied only if stored in half precision), and
     has let go of them when ``run`` is called for the first time: the two never hold the weights together. At the last
     shape the optional inputs are given too, unless ``optional`` is False. Returns the largest error of each shape;
-    raises ExportError naming shape, output and error above ``limit`` (or where either is NaN).
+    raises ExportError naming shape, output and error above ``limit`` (or where either is NaN). ``device``: where torch
+    computes.
     """
     spec = component_spec(component, config)
     cases = []
     sizes = list(shapes or spec.shapes)
     with _EXPORTING, _plain_torch():
-        module = load_module(spec, weights_path, layout)
+        module = load_module(spec, weights_path, layout).to(device)
         for index, shape in enumerate(sizes):
             given = optional and index == len(sizes) - 1 and any(tensor.optional for tensor in spec.inputs)
             inputs = spec.random_inputs(shape, seed=index, optional=given)
             with torch.no_grad():
-                expected = module(*(inputs[t.name] if t.name in inputs else _default(t) for t in spec.inputs))
+                given_all = (inputs[t.name] if t.name in inputs else _default(t) for t in spec.inputs)
+                expected = [value.cpu() for value in module(*(tensor.to(device) for tensor in given_all))]
             cases.append((dict(shape), given, inputs, expected))
         del module
     gc.collect()
@@ -526,7 +530,7 @@ def _compare(
     for tensor, reference in zip(spec.outputs, expected, strict=True):
         if tensor.name not in found:
             raise ExportError(f"{spec.name} gave no output {tensor.name} at {where}.")
-        value = found[tensor.name].float()
+        value = found[tensor.name].float().cpu()
         if value.shape != reference.shape:
             raise ExportError(
                 f"{spec.name} gave {tensor.name} as {tuple(value.shape)} at {where}; torch {tuple(reference.shape)}."

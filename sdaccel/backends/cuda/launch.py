@@ -228,6 +228,12 @@ def _argument(value: Any) -> Any:
     raise TypeError(f"a kernel cannot take a {type(value).__name__}")
 
 
+@functools.cache
+def driver_version() -> str:
+    """The CUDA version that the driver supports, as it counts: 13000 is 13.0."""
+    return str(_check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")[0])
+
+
 def _driver() -> Any:
     try:
         from cuda.bindings import driver

@@ -69,7 +69,7 @@ def version() -> tuple[int, int]:
 @functools.cache
 def architectures() -> frozenset[int]:
     """What this NVRTC compiles for: 75, 80, … 120."""
-    return frozenset(_call("nvrtcGetSupportedArchs")[1])
+    return frozenset(_call("nvrtcGetSupportedArchs")[-1])
 
 
 # Instructions of one architecture alone (wgmma, tcgen05) hide behind the letter a.

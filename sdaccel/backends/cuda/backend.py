@@ -1,0 +1,228 @@
+"""Our own engine for NVIDIA GPUs: fused graph → plan, tactics timed on the device, CUDA graphs at run time.
+
+An engine's folder holds the plan (plan.json, constants.safetensors), what the tuner found at each profile's opt
+(tactics.json), and every kernel that may run (its source and its machine code). Weights are the store's, in the
+precision of the engine, shared by all engines of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sdaccel import settings
+from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
+from sdaccel.engine import weights as weights_file
+from sdaccel.engine.manifest import TensorSpec, canonical_json
+from sdaccel.errors import BackendError, EngineBroken
+from sdaccel.profile import OptimizationProfile
+from sdaccel.resources import resource
+
+TACTICS = "tactics.json"
+CUBINS = "cubins.safetensors"
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LEAST = (7, 5)
+
+# Inputs that stay the same for all steps of a prompt.
+PROMPT = ("encoder_hidden_states", "y")
+
+
+class Cuda(Backend):
+    name = "cuda"
+    precisions = ("fp16", "bf16")
+
+    def unavailable(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device."
+        if torch.version.cuda is None:
+            return "this torch is not built for NVIDIA GPUs."
+        capability = torch.cuda.get_device_capability()
+        if capability < LEAST:
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}; 7.5 is the least."
+        if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+            return 'cuda-python is not installed: pip install "sdaccel[cuda]".'
+        return None
+
+    def device_type(self) -> str:
+        return "cuda"
+
+    def device(self) -> dict[str, str]:
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "kind": "cuda",
+            "name": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": str(found.multi_processor_count),
+        }
+
+    def versions(self) -> dict[str, str]:
+        from sdaccel.graph.optimize import VERSION
+
+        return {
+            "torch": torch.__version__.split("+")[0],
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "driver": _driver_version(),
+            "fusions": VERSION,
+            "kernels": kernels_version(),
+        }
+
+    # building
+
+    def build(self, job: BuildJob, folder: Path) -> Built:
+        import onnx_ir as ir
+
+        from sdaccel.backends.cuda.executor import Executor, tactic_counts
+        from sdaccel.backends.cuda.launch import CACHE, Device
+        from sdaccel.backends.cuda.load_weights import load_weights
+        from sdaccel.backends.cuda.lower import lower
+        from sdaccel.backends.cuda.timing_cache import TacticTable, TimingCache
+        from sdaccel.backends.cuda.tuner import Tuner
+        from sdaccel.graph.hoist import invariant
+        from sdaccel.graph.optimize import optimize
+
+        job.progress("fusing", 0.0)
+        fused = ir.from_proto(job.model)
+        fired = optimize(fused, self.name)
+        prologue = invariant(fused, [value.name for value in fused.graph.inputs if value.name in PROMPT])
+        model = ir.to_proto(fused)
+        plan = lower(model, job.weights.key, weights_file.layout(job.weights), prologue)
+        plan.save(folder)
+
+        job.progress("loading weights", 0.1)
+        dtype, device = TYPES[job.precision], torch.device("cuda", torch.cuda.current_device())
+        weights = load_weights(plan, job.weights.path.parent, dtype, device)
+        CACHE.folder = job.store.root / "cache" / "cubins"
+        cache = TimingCache(self._cache_path(job.store.root), {**self.device(), **self.versions()})
+        tuner = Tuner(Device.current(), cache)
+        table = TacticTable()
+        executor = Executor(plan, weights, dtype, device, table)
+        profiles = []
+        try:
+            with CACHE.recording() as cubins:
+                for index, profile in enumerate(job.profiles):
+                    share = 0.8 / len(job.profiles)
+                    job.progress(f"tuning for {profile}", 0.2 + share * index)
+                    inputs = random_inputs(model, profile, device)
+                    choices = executor.tune(inputs, tuner)
+                    microseconds = sum(choice.microseconds or 0.0 for choice in choices)
+                    profiles.append({"tactics": tactic_counts(choices), "tuned_microseconds": round(microseconds, 1)})
+                    cache.save()
+        finally:
+            executor.forget()
+            del executor, weights
+            torch.cuda.empty_cache()
+        document = {"precision": job.precision, "measured": table.to_json()}
+        (folder / TACTICS).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        _save_cubins(folder, cubins)
+        ops: dict[str, int] = {}
+        for step in (*plan.prologue, *plan.steps):
+            ops[step.op] = ops.get(step.op, 0) + 1
+        details = {
+            "fused": fired,
+            "ops": dict(sorted(ops.items())),
+            "nodes": sum(ops.values()),
+            "prologue": len(plan.prologue),
+            "measured": tuner.measured,
+            "profiles": profiles,
+        }
+        return Built((), details)
+
+    def _cache_path(self, root: Path) -> Path:
+        identity = {**self.device(), **self.versions()}
+        return root / "cache" / f"timing-{hashlib.sha256(canonical_json(identity)).hexdigest()[:16]}.json"
+
+    # running
+
+    def load(self, folder: Path, weights: Path, inputs: Sequence[TensorSpec]) -> LoadedEngine:
+        from sdaccel.backends.cuda.executor import Executor
+        from sdaccel.backends.cuda.load_weights import load_weights
+        from sdaccel.backends.cuda.plan import ExecutionPlan
+        from sdaccel.backends.cuda.timing_cache import TacticTable
+
+        plan = ExecutionPlan.read(folder)
+        try:
+            document = json.loads((folder / TACTICS).read_text(encoding="utf-8"))
+            table = TacticTable.from_json(document["measured"])
+            dtype = TYPES[document["precision"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EngineBroken(f"{folder / TACTICS} cannot be read: {error}.") from error
+        _load_cubins(folder)
+        device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            tensors = load_weights(plan, weights, dtype, device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
+        return CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value()))
+
+
+class CudaEngine(LoadedEngine):
+    def __init__(self, executor: Any):
+        self.executor = executor
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
+    ) -> dict[str, torch.Tensor]:
+        return self.executor.run(inputs, outputs)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: self.executor.weights[name] for name in self.executor.plan.weights}
+
+
+def random_inputs(model: Any, profile: OptimizationProfile, device: torch.device) -> dict[str, torch.Tensor]:
+    """Inputs of order one at the profile's opt, for the tuner. Optional ones are left out."""
+    generator = torch.Generator().manual_seed(0)
+    defaults = {tensor.name for tensor in model.graph.initializer}
+    sizes = profile.opt()
+    inputs = {}
+    for value in model.graph.input:
+        if value.name in defaults:
+            continue
+        shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
+        if value.type.tensor_type.elem_type == 7:
+            inputs[value.name] = torch.randint(0, 1000, shape, generator=generator).to(device)
+        elif value.name == "timestep":
+            inputs[value.name] = torch.full(shape, 500.0, device=device)
+        else:
+            inputs[value.name] = torch.randn(shape, generator=generator).to(device)
+    return inputs
+
+
+def kernels_version() -> str:
+    """Changes with every byte of kernels/ and of the operators that launch them."""
+    digest = hashlib.sha256()
+    ops = Path(__file__).parent
+    for path in sorted((*resource("kernels").rglob("*.cu*"), *ops.rglob("*.py")), key=lambda path: path.name):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _driver_version() -> str:
+    from sdaccel.backends.cuda.launch import driver_version
+
+    return driver_version()
+
+
+def _save_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {key: torch.frombuffer(bytearray(cubin), dtype=torch.uint8) for key, cubin in sorted(cubins.items())}
+    save_file(tensors, folder / CUBINS)
+
+
+def _load_cubins(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    from sdaccel.backends.cuda.launch import CACHE
+
+    try:
+        for key, data in load_file(folder / CUBINS).items():
+            CACHE.add(key, bytes(data.numpy()))
+    except (OSError, ValueError) as error:
+        raise EngineBroken(f"{folder / CUBINS} cannot be read: {error}.") from error

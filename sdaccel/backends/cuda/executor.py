@@ -1,0 +1,358 @@
+"""Runs an ExecutionPlan: step by step, or as a CUDA graph of the shapes at hand.
+
+A CUDA graph is captured the first time a shape is run and kept among the last few. All graphs of a process share one
+memory pool, so replays on a device take turns: each waits, on the device, for the one before it, whatever the stream.
+The prologue (what depends on the prompt alone) has a graph and memory of its own; its outputs stay from call to call.
+
+Thread safety: any number of threads may call `Executor.run`; one lock a device orders them. A call returns when its work
+is enqueued on the caller's current stream. Outputs are fresh tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdaccel.backends.cuda.launch import Device
+from sdaccel.backends.cuda.ops import elementwise
+from sdaccel.backends.cuda.ops.registry import OPS
+from sdaccel.backends.cuda.plan import ExecutionPlan, Step
+from sdaccel.backends.cuda.tactic import Tactic
+from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable
+from sdaccel.backends.cuda.tuner import Tuner
+from sdaccel.errors import BackendError, UnsupportedCall
+
+Values = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """What ran a step: for inspection."""
+
+    step: str
+    signature: Signature
+    tactic: str
+    microseconds: float | None
+
+
+class Chooser:
+    """Picks a tactic for each operator, by the tuner while building, else by what it found."""
+
+    def __init__(self, device: Device | None, dtype: torch.dtype, table: TacticTable, weights: Iterable[Tensor]):
+        self.device = device
+        self.dtype = dtype
+        self.table = table
+        self.tuner: Tuner | None = None
+        self.step = ""
+        self.flag: Tensor | None = None
+        """Where it holds 0, the step's result of the last call still stands."""
+        self.choices: list[StepChoice] = []
+        self._weights = {weight.data_ptr() for weight in weights}
+
+    def run(self, op: Any, *tensors: Tensor | None, **attributes: Any) -> Any:
+        tactics = op.tactics(self.device, *tensors, **attributes)
+        signature = self._signature(op, tensors, attributes)
+        if self.tuner is None:
+            measured = self.table.get(signature) or self.table.nearest(signature)
+        elif len(tactics) == 1:
+            measured = None
+        else:
+            measured = self.tuner.choose(signature, op, tactics, tensors, attributes)
+            self.table.put(signature, measured)
+        tactic = _named(tactics, measured)
+        same = measured is not None and measured.tactic == tactic.name
+        self.choices.append(
+            StepChoice(self.step, signature, tactic.name, measured.microseconds if measured and same else None)
+        )
+        if self.flag is not None and "flag" not in attributes:
+            flagged = _named(op.tactics(self.device, *tensors, flag=self.flag, **attributes), measured)
+            tactic = flagged if flagged.name == tactic.name else tactic
+        return tactic.run()
+
+    def _signature(self, op: Any, tensors: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> Signature:
+        fixed: list[str] = []
+        sizes: list[int] = []
+        keywords = [(name, value) for name, value in sorted(attributes.items())]
+        for value in (*tensors, *(value for _, value in keywords if isinstance(value, Tensor))):
+            if value is None:
+                fixed.append("-")
+                continue
+            kind = str(value.dtype).removeprefix("torch.") + _layout(value)
+            if value.data_ptr() in self._weights:
+                fixed.append(f"{kind}w{'x'.join(map(str, value.shape))}")
+            else:
+                channels = value.shape[1 if value.dim() == 4 else -1] if value.dim() else 1
+                fixed.append(f"{kind}{value.dim()}d{channels}")
+                sizes += [
+                    size
+                    for axis, size in enumerate(value.shape)
+                    if axis != (1 if value.dim() == 4 else value.dim() - 1)
+                ]
+        fixed += [f"{name}={value}" for name, value in keywords if not isinstance(value, Tensor)]
+        return Signature(
+            op.__name__.rpartition(".")[2], " ".join(fixed).replace("|", "/").replace(", ", ","), tuple(sizes)
+        )
+
+
+def _layout(value: Tensor) -> str:
+    if value.is_contiguous():
+        return ""
+    if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
+        return "n"
+    return "s"
+
+
+def _named(tactics: Sequence[Tactic], measured: Measured | None) -> Tactic:
+    wanted = measured.tactic if measured is not None else None
+    return next((tactic for tactic in tactics if tactic.name == wanted), tactics[0])
+
+
+# --- one device, shared by all engines of the process -----------------------------------------------------------------
+
+
+class _Turns:
+    """The lock, the memory pool and the last replay of one device."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.last: torch.cuda.Event | None = None
+        self._pool: Any = None
+
+    @property
+    def pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+_turns: dict[int, _Turns] = {}
+_turns_guard = threading.Lock()
+
+
+def _turns_of(index: int) -> _Turns:
+    with _turns_guard:
+        return _turns.setdefault(index, _Turns())
+
+
+@dataclass
+class _Captured:
+    """The graphs of one shape."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    main: Any
+    prologue: Any = None
+    prompt: dict[str, Tensor] = field(default_factory=dict)
+    """Inputs of the prologue → the flag that says whether the last call changed them"""
+    kept: Any = None
+    """What the prologue made, so that its memory stays"""
+
+
+# --- the executor -----------------------------------------------------------------------------------------------------
+
+
+class Executor:
+    """A plan with its weights on one device.
+
+    weights: every weight of the plan by name, joined ones too. On a CPU the plan runs step by step, in torch.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        table: TacticTable | None = None,
+        graphs: int = 8,
+    ):
+        self.plan = plan
+        self.dtype = dtype
+        self.device = device
+        self.weights = dict(weights)
+        self.graphs = graphs
+        self._constants = {
+            name: value if not value.is_floating_point() else value.to(device) for name, value in plan.constants.items()
+        }
+        self._described = Device.at(device.index or 0) if device.type == "cuda" else None
+        self._chooser = Chooser(self._described, dtype, table or TacticTable(), self.weights.values())
+        self._captured: OrderedDict[Any, _Captured] = OrderedDict()
+        self._last_use = _last_uses(plan)
+        self._turns = _turns_of(device.index or 0) if device.type == "cuda" else None
+
+    @property
+    def table(self) -> TacticTable:
+        return self._chooser.table
+
+    def run(self, inputs: Mapping[str, Tensor], outputs: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Outputs by name, fresh tensors of the engine's type on its device. Raises UnsupportedCall, BackendError."""
+        for name in inputs:
+            if name not in self.plan.inputs and name not in self.plan.optional:
+                raise UnsupportedCall(f"the plan has no input {name}.")
+        wanted = tuple(self.plan.outputs if outputs is None else outputs)
+        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
+        with torch.no_grad():
+            if self._turns is None:
+                return self._step_by_step(given, wanted)
+            with self._turns.lock, torch.cuda.device(self.device):
+                try:
+                    return self._replay(given, wanted)
+                except torch.cuda.OutOfMemoryError as error:
+                    self.forget()
+                    raise BackendError(f"out of GPU memory at {_shapes(given)}: {error}".split("\n")[0]) from error
+
+    def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
+        """Runs once, measuring the tactics of every step; returns what was chosen. Raises BackendError."""
+        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
+        self._chooser.tuner, self._chooser.choices = tuner, []
+        try:
+            with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+                self._step_by_step(given, self.plan.outputs)
+                return list(self._chooser.choices)
+        finally:
+            self._chooser.tuner = None
+
+    def choices(self, inputs: Mapping[str, Tensor]) -> list[StepChoice]:
+        """What would run each step at these shapes."""
+        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
+        self._chooser.choices = []
+        with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+            self._step_by_step(given, self.plan.outputs)
+        return list(self._chooser.choices)
+
+    def forget(self) -> None:
+        """Lets go of all graphs and their memory."""
+        if self._captured:
+            torch.cuda.synchronize(self.device)
+            self._captured.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    # step by step
+
+    def _step_by_step(self, inputs: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+        values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional), **_laid_out(inputs)}
+        keep = set(wanted)
+        self._run(self.plan.prologue, values, keep)
+        self._run(self.plan.steps, values, keep)
+        return {name: _plain(values[name]) for name in wanted}
+
+    def _run(
+        self, steps: Sequence[Step], values: Values, keep: Collection[str], flags: Mapping[str, Tensor] = {}
+    ) -> None:
+        for step in steps:
+            self._chooser.step = step.name
+            self._chooser.flag = flags.get(step.inputs[0]) if step.op == "Linear" else None
+            arguments = [values[name] if name else None for name in step.inputs]
+            results = OPS[step.op](self._chooser, step.attributes, *arguments)
+            results = results if isinstance(results, tuple) else (results,)
+            values.update(zip(step.outputs, results, strict=False))
+            del arguments, results
+            for name in self._last_use.get(step.name, ()):
+                if name not in keep:
+                    values.pop(name, None)
+        self._chooser.flag = None
+
+    # CUDA graphs
+
+    def _replay(self, inputs: dict[str, Tensor], wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        key = (wanted, tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in inputs.items())))
+        turns, stream = self._turns, torch.cuda.current_stream()
+        assert turns is not None
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._capture(inputs, wanted)
+            self._captured[key] = captured
+            while len(self._captured) > self.graphs:
+                torch.cuda.synchronize(self.device)
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        if turns.last is not None:
+            stream.wait_event(turns.last)
+        for name, value in inputs.items():
+            flag = captured.prompt.get(name)
+            if flag is None:
+                captured.inputs[name].copy_(value, non_blocking=True)
+            else:
+                elementwise.changed(value, captured.inputs[name], flag)
+        if captured.prologue is not None:
+            captured.prologue.replay()
+        captured.main.replay()
+        results = {name: value.clone() for name, value in captured.outputs.items()}
+        turns.last = torch.cuda.Event()
+        turns.last.record(stream)
+        return results
+
+    def _capture(self, inputs: Mapping[str, Tensor], wanted: tuple[str, ...]) -> _Captured:
+        assert self._turns is not None
+        static = {name: torch.empty_like(value).copy_(value) for name, value in inputs.items()}
+        first = {name for step in self.plan.prologue for name in step.inputs if name in static}
+        prompt = {name: torch.ones(1, dtype=torch.int32, device=self.device) for name in first}
+        here = torch.cuda.current_stream()
+        side = torch.cuda.Stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):  # compiles kernels and makes handles and plans, none of which a capture may
+            self._step_by_step(static, wanted)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional)}
+        prologue = None
+        lasting = {name for step in self.plan.steps for name in step.inputs} | set(wanted)
+        if self.plan.prologue:
+            prologue = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(prologue, stream=side, capture_error_mode="thread_local"):
+                values.update(_laid_out(static))
+                self._run(self.plan.prologue, values, lasting, prompt)
+        lasting_values = dict(values)
+        main = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(main, pool=self._turns.pool, stream=side, capture_error_mode="thread_local"):
+            values.update(_laid_out(static))
+            self._run(self.plan.steps, values, set(wanted))
+            outputs = {name: _plain(values[name]) for name in wanted}
+        for name in first:  # the first call finds them changed, whatever was captured
+            static[name].view(torch.uint8).fill_(0xFF)
+        return _Captured(static, outputs, main, prologue, prompt, lasting_values)
+
+
+def _laid_out(inputs: Mapping[str, Tensor]) -> Values:
+    """Images channels last, as every operator wants them."""
+    return {
+        name: value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+        for name, value in inputs.items()
+    }
+
+
+def _plain(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise BackendError("an output of the plan depends on an input that was left out.")
+    return value.contiguous()
+
+
+def _last_uses(plan: ExecutionPlan) -> dict[str, tuple[str, ...]]:
+    """Step → the values that nothing reads after it."""
+    uses: dict[str, str] = {}
+    for step in (*plan.prologue, *plan.steps):
+        for name in (*step.inputs, *step.outputs):
+            uses[name] = step.name
+    kept = {*plan.outputs, *plan.constants, *plan.weights, *plan.joined, ""}
+    found: dict[str, list[str]] = {}
+    for name, step in uses.items():
+        if name not in kept:
+            found.setdefault(step, []).append(name)
+    return {step: tuple(names) for step, names in found.items()}
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
+
+
+def tactic_counts(choices: Iterable[StepChoice]) -> dict[str, int]:
+    """``op: tactic`` → how many steps it runs, the most frequent first."""
+    return dict(Counter(f"{choice.signature.op}: {choice.tactic}" for choice in choices).most_common())

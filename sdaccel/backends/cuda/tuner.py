@@ -1,0 +1,137 @@
+"""Times tactics on the device: the fastest that is right wins."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdaccel.backends.cuda.launch import Device
+from sdaccel.backends.cuda.tactic import Tactic
+from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable
+from sdaccel.errors import BackendError
+
+TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-5}
+"""Largest |out - ref| / |ref| of a tactic (Euclidean norms): three roundings of the type, for the input of the last
+product, its output and the activation; sums are in float32 everywhere."""
+
+WARMUP, REPEATS = 2, 9
+# A tactic this much slower than the best at its first timing is not timed again.
+HOPELESS = 1.5
+
+_log = logging.getLogger("sdaccel.cuda")
+
+
+class Tuner:
+    """Chooses and remembers tactics. What ``cache`` knows is not measured again."""
+
+    def __init__(self, device: Device, cache: TacticTable):
+        self.device = device
+        self.cache = cache
+        self.measured = 0
+        self._flush: Tensor | None = None
+
+    def choose(
+        self,
+        signature: Signature,
+        op: Any,
+        tactics: Sequence[Tactic],
+        tensors: Sequence[Tensor | None],
+        attributes: Mapping[str, Any],
+    ) -> Measured:
+        """The fastest correct tactic for these tensors. Raises BackendError when none is correct."""
+        known = self.cache.get(signature)
+        names = {tactic.name for tactic in tactics}
+        if known is not None and known.tactic in names:
+            return known
+        found = self._measure(signature, op, tactics, tensors, attributes)
+        self.cache.put(signature, found)
+        self.measured += 1
+        return found
+
+    def _measure(
+        self,
+        signature: Signature,
+        op: Any,
+        tactics: Sequence[Tactic],
+        tensors: Sequence[Tensor | None],
+        attributes: Mapping[str, Any],
+    ) -> Measured:
+        exact = _in_float32(op.reference, tensors, attributes)
+        refused: dict[str, str] = {}
+        times: dict[str, float] = {}
+        for tactic in tactics:
+            reason = self._wrong(tactic, exact)
+            if reason is None:
+                times[tactic.name] = self._time(tactic.run, min(times.values(), default=float("inf")))
+            else:
+                refused[tactic.name] = reason
+                _log.debug("%s: %s is out: %s", signature, tactic.name, reason)
+        if not times:
+            raise BackendError(f"no tactic of {signature} is right: {refused}")
+        best = min(times, key=times.__getitem__)
+        _log.debug("%s: %s, %.1f µs of %s", signature, best, times[best], times)
+        return Measured(best, times[best], times, refused)
+
+    def _wrong(self, tactic: Tactic, exact: tuple[Tensor, ...]) -> str | None:
+        try:
+            found = _tuple(tactic.run())
+            torch.cuda.synchronize()
+        except torch.cuda.OutOfMemoryError:
+            return "out of memory"
+        except (RuntimeError, BackendError) as error:
+            return str(error).splitlines()[0] if str(error) else type(error).__name__
+        for value, expected in zip(found, exact, strict=True):
+            limit = TOLERANCE[value.dtype]
+            error = relative_error(value, expected)
+            if not error <= limit:
+                return f"its error is {error:.2g}, more than {limit:g}"
+        return None
+
+    def _time(self, run: Callable[[], Any], best: float) -> float:
+        """Median µs of one call with a cold L2."""
+        if self._flush is None:
+            self._flush = torch.empty(2 * self.device.l2_bytes, dtype=torch.uint8, device="cuda")
+        times: list[float] = []
+        for rounds in (WARMUP, REPEATS):
+            events = []
+            for _ in range(rounds):
+                self._flush.zero_()
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                run()
+                end.record()
+                events.append((begin, end))
+            torch.cuda.synchronize()
+            times = [1e3 * begin.elapsed_time(end) for begin, end in events]
+            if min(times) > HOPELESS * best:
+                break
+        return statistics.median(times)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, Euclidean; infinite where anything is not finite."""
+    difference = torch.linalg.vector_norm(found.float() - expected.float())
+    error = float(difference / torch.linalg.vector_norm(expected.float()).clamp_min(1e-20))
+    return error if error == error else float("inf")
+
+
+def _in_float32(reference: Callable[..., Any], tensors: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> Any:
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        return _tuple(reference(*map(_float, tensors), **{name: _float(value) for name, value in attributes.items()}))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
