@@ -78,3 +78,57 @@ def replace(old: Sequence[ir.Node], output: ir.Value, new: Sequence[ir.Node]) ->
     graph.insert_before(old[-1], list(new))
     output.replace_all_uses_with(result)
     graph.remove(list(old), safe=True)
+
+
+Dims = tuple[int | str, ...]
+
+
+def symbols(value: ir.Value | None) -> Dims | None:
+    """The shape of ``value`` with names for what is only known at run time; None unless every dimension has one.
+
+    Equal symbols are equal sizes: the exporter names a size by how it is computed from the inputs'.
+    """
+    if value is None or value.shape is None:
+        return None
+    found = tuple(d if isinstance(d, int) else d.value for d in value.shape)
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def is_weight(value: ir.Value | None) -> bool:
+    """Whether ``value`` is the same at every call: an initializer, and no default of an input."""
+    return value is not None and value.is_initializer() and not value.is_graph_input()
+
+
+def is_optional_input(value: ir.Value | None) -> bool:
+    """Whether ``value`` is an input that may be left out."""
+    return value is not None and value.is_initializer() and value.is_graph_input()
+
+
+def other(step: ir.Node, value: ir.Value) -> ir.Value | None:
+    """The other factor or summand of the two that ``step`` reads."""
+    first, second = step.inputs
+    return second if first is value else first
+
+
+def substitute(old: Sequence[ir.Value], new: Sequence[ir.Value], steps: Sequence[ir.Node], before: ir.Node) -> None:
+    """Puts ``steps`` in front of ``before``; they make ``new``, which is read wherever ``old`` was.
+
+    Nodes that made ``old`` go, and whatever only they read.
+    """
+    graph = before.graph
+    if not isinstance(graph, ir.Graph):
+        raise TypeError(f"{before.name} lies in no graph")
+    graph.insert_before(before, list(steps))
+    for was, now in zip(old, new, strict=True):
+        now.shape, now.type, now.name = was.shape, was.type, was.name
+        for index, value in enumerate(graph.outputs):
+            if value is was:
+                graph.outputs[index] = now
+        was.replace_all_uses_with(now)
+    dead = [value.producer() for value in old]
+    while dead:
+        step = dead.pop()
+        if step is None or step.graph is not graph or any(v.uses() or v.is_graph_output() for v in step.outputs):
+            continue
+        dead += [value.producer() for value in step.inputs if value is not None]
+        graph.remove(step, safe=True)

@@ -7,8 +7,21 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from sdaccel.graph import for_onnxruntime
-from sdaccel.graph.fusions import attention, noops
+from sdaccel.graph import for_onnxruntime, ops
+from sdaccel.graph.fusions import (
+    attention,
+    constants,
+    conv,
+    group_norm,
+    layer_norm,
+    linear,
+    multi_linear,
+    noops,
+    skip_concat,
+    timestep_embedding,
+    tokens,
+    upsample_conv,
+)
 from sdaccel.graph.match import Outcome
 
 Fusion = Callable[[ir.Model], Outcome]
@@ -18,9 +31,25 @@ _ONNXRUNTIME: tuple[tuple[str, Fusion], ...] = (
     ("flash-attention", for_onnxruntime.attention),
     ("linear", for_onnxruntime.linear),
 )
+# Images and tokens first, as the sums around them depend on it; norms before what takes in sums of their own;
+# joined inputs and linears when all else about their readers is settled.
+_CUDA: tuple[tuple[str, Fusion], ...] = (
+    ("constants", constants.fuse),
+    ("tokens", tokens.fuse),
+    ("timestep-embedding", timestep_embedding.fuse),
+    ("group-norm", group_norm.fuse),
+    ("linear", linear.fuse),
+    ("upsample-conv", upsample_conv.fuse),
+    ("conv", conv.fuse),
+    ("skip-concat", skip_concat.fuse),
+    ("layer-norm", layer_norm.fuse),
+    ("multi-linear", multi_linear.fuse),
+    ("functions", ops.define),
+)
 _TARGETS: dict[str, tuple[tuple[str, Fusion], ...]] = {
     "onnxruntime": (*_ONNXRUNTIME, ("group-norm", for_onnxruntime.group_norm)),
     "onnxruntime, images": (*_ONNXRUNTIME, ("group-norm", for_onnxruntime.group_norm_of_images)),
+    "cuda": _CUDA,
 }
 VERSION = "2"
 """Part of every engine's key: raise it when a fusion changes what it writes."""

@@ -1,11 +1,12 @@
 """Fusions: one a file. Each is a function ``fuse(model) -> Outcome`` that rewrites the graph in place.
 
-For the target "cuda" they leave nodes of the domain ``sdaccel``, version 1. Every node has an ONNX function as its body,
-so that ONNX Runtime runs the same graph. Images are [B, C, H, W], tokens [B, S, C]; layout in memory is the backend's.
+For the target "cuda" they leave nodes of the domain ``sdaccel``, version 1. Every node has an ONNX function as its
+body, so that ONNX Runtime runs the same graph. Images are [B, C, H, W], tokens [B, S, C]; layout in memory is the
+backend's. Weights are the file's own, by name, never transposed or folded.
 
-An input in brackets may be left out (an empty name; trailing ones are cut off). The node's ``overload`` names its form:
-the optional inputs that are present, in the order below, then the activation, joined by "+": "bias+residual", "silu", "".
-Attributes are always present. Weights are the file's own, by name, never transposed or folded.
+An input in brackets may be left out (an empty name; trailing ones are cut off). Attributes are always present.
+The node's ``overload`` names its form: the optional inputs that are present, in the order below, then the activation,
+joined by "+": "bias+residual", "silu", "".
 
     GroupNorm(x, scale [C], bias [C], [x2], [add]) → y
         num_groups, epsilon, activation: none | silu.
@@ -34,6 +35,7 @@ Attributes are always present. Weights are the file's own, by name, never transp
         flip_sin_to_cos: 0 | 1. In float32: angles = timestep · frequencies; [sin, cos], flipped [cos, sin].
         Form "flip" or "".
 
-Attention is the standard operator on [B, S, H·D] with q_num_heads, kv_num_heads, is_causal and scale (see attention.py).
-What stays standard: Add of optional inputs (ControlNet residuals, timestep_cond's), embeddings of the text encoders.
+Attention is the standard operator on [B, S, H·D] with q_num_heads, kv_num_heads, is_causal and scale (attention.py).
+What else stays standard: Add of optional inputs (ControlNet residuals, the Linear of timestep_cond); in text encoders
+the embeddings and the choice of the pooled token.
 """

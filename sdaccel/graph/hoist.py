@@ -1,0 +1,30 @@
+"""What a loop over timesteps need not compute again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import onnx_ir as ir
+
+PROMPT_INPUTS = ("encoder_hidden_states", "y")
+"""The UNet's inputs that stay the same from step to step."""
+
+
+def invariant(model: ir.Model, inputs: Collection[str]) -> list[str]:
+    """Names of the nodes that depend on no other graph input than ``inputs``, in an order in which they can run.
+
+    Weights and constants are no inputs; an optional input is one, whether it has a default or not.
+    """
+    return [step.name or "" for step in invariant_nodes(model, inputs)]
+
+
+def invariant_nodes(model: ir.Model, inputs: Collection[str]) -> list[ir.Node]:
+    """The nodes that `invariant` names."""
+    varying = {value for value in model.graph.inputs if value.name not in inputs}
+    found = []
+    for step in model.graph:
+        if varying.isdisjoint(value for value in step.inputs if value is not None):
+            found.append(step)
+        else:
+            varying.update(step.outputs)
+    return found
