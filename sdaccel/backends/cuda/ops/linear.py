@@ -1,0 +1,261 @@
+"""Linear layers: activation([x, x2] weightᵀ + bias + residual).
+
+x [..., K], rows of one stride (views of wider rows are fine); x2 [..., K2] or None; weight [N, K + K2], with geglu
+[2 N, K] (values, then gates; no residual); bias [N] or [2 N]; residual [..., N]; result [..., N] contiguous.
+``flag``: None, or one int32 on the device. Where it holds 0 at run time, the result keeps what its memory held: the
+caller knows that it is still valid. Tactics of torch compute it again, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdaccel.backends.cuda.gemm import ACTIVATIONS, ELEMENTS, THREADS, Tile, aligned, best_tiles, can_run
+from sdaccel.backends.cuda.launch import Device, Kernel, Long, TensorMap, kernel
+from sdaccel.backends.cuda.tactic import Tactic
+
+FEW_ROWS = 16
+"""The most that the matrix-vector kernel takes."""
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    x2: Tensor | None = None,
+    flag: Tensor | None = None,
+    *,
+    activation: str = "none",
+) -> Tensor:
+    y = F.linear(x if x2 is None else torch.cat((x, x2), -1), weight, bias)
+    return activate(y if residual is None else y + residual, activation)
+
+
+def activate(y: Tensor, activation: str) -> Tensor:
+    if activation == "none":
+        return y
+    if activation == "silu":
+        return F.silu(y)
+    if activation == "gelu":
+        return F.gelu(y)
+    if activation == "quick_gelu":
+        return y * torch.sigmoid(1.702 * y)
+    if activation == "geglu":
+        value, gate = y.chunk(2, -1)
+        return value * F.gelu(gate)
+    raise ValueError(f"activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+
+
+def tactics(
+    device: Device,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    x2: Tensor | None = None,
+    flag: Tensor | None = None,
+    *,
+    activation: str = "none",
+) -> list[Tactic]:
+    call = Call(x, weight, bias, residual, x2, flag, activation)
+    return [*_ours(device, call), *_few_rows(device, call), *_torch(call)]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    x2: Tensor | None
+    flag: Tensor | None
+    activation: str
+
+    @property
+    def n(self) -> int:
+        return self.weight.shape[0] // (2 if self.activation == "geglu" else 1)
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[:-1].numel()
+
+    def result(self) -> Tensor:
+        return torch.empty(*self.x.shape[:-1], self.n, dtype=self.x.dtype, device=self.x.device)
+
+
+def matrix(x: Tensor) -> Tensor | None:
+    """[..., K] as [rows, K] without a copy, or None where rows do not have one stride."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return None
+    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    if any(stride != size2 * stride2 for (_, stride), (size2, stride2) in pairwise(sizes)):
+        return None
+    stride = sizes[-1][1] if sizes else x.shape[-1]
+    return x.as_strided((x.shape[:-1].numel(), x.shape[-1]), (stride, 1))
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _torch(call: Call) -> Iterator[Tactic]:
+    yield Tactic("torch", partial(_torch_linear, call))
+    if call.x2 is not None:
+        yield Tactic("torch<two products>", partial(_torch_two, call))
+    elif call.residual is not None and matrix(call.residual) is not None and matrix(call.x) is not None:
+        yield Tactic("torch<addmm>", partial(_torch_addmm, call))
+
+
+def _torch_linear(call: Call) -> Tensor:
+    x = call.x if call.x2 is None else torch.cat((call.x, call.x2), -1)
+    y = F.linear(x, call.weight, call.bias)
+    return _in_place(y if call.residual is None else y.add_(call.residual), call.activation).contiguous()
+
+
+def _torch_two(call: Call) -> Tensor:
+    first, second = call.weight.split((call.x.shape[-1], call.weight.shape[1] - call.x.shape[-1]), 1)
+    y = F.linear(call.x, first, call.bias).flatten(0, -2)
+    y = y.addmm_(call.x2.flatten(0, -2), second.T).view(*call.x.shape[:-1], -1)  # type: ignore[union-attr]
+    return _in_place(y if call.residual is None else y.add_(call.residual), call.activation)
+
+
+def _torch_addmm(call: Call) -> Tensor:
+    residual, x = matrix(call.residual), matrix(call.x)  # type: ignore[arg-type]
+    y = torch.addmm(residual, x, call.weight.T)  # type: ignore[arg-type]
+    y = y if call.bias is None else y.add_(call.bias)
+    return _in_place(y.view(*call.x.shape[:-1], -1), call.activation)
+
+
+def _in_place(y: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return F.silu(y, inplace=True)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_(y)
+    return activate(y, activation)
+
+
+# --- sm_90a -----------------------------------------------------------------------------------------------------------
+
+
+def _ours(device: Device, call: Call) -> Iterator[Tactic]:
+    x, weight, geglu = matrix(call.x), call.weight, call.activation == "geglu"
+    x2 = None if call.x2 is None else matrix(call.x2)
+    residual = None if call.residual is None else matrix(call.residual)
+    if x is None or (x2 is None) != (call.x2 is None) or (residual is None) != (call.residual is None):
+        return
+    if not can_run(device, x.dtype, call.n) or not weight.is_contiguous() or (geglu and residual is not None):
+        return
+    if not all(aligned(t, t.stride(0), t.shape[1]) for t in (x, x2, weight, residual) if t is not None):
+        return
+    blocks = sum(-(-t.shape[1] // 64) for t in (x, x2) if t is not None)
+    heights = {m: -(-call.rows // m) for m in (64, 128, 256)}
+    for tile in best_tiles(device, heights, call.n, blocks, activation=call.activation):
+        yield Tactic(f"ours<{tile}>", _Launch(device, call, tile, x, x2, residual))
+
+
+class _Launch:
+    """One tile; its kernel and maps are made at the first run."""
+
+    def __init__(self, device: Device, call: Call, tile: Tile, x: Tensor, x2: Tensor | None, residual: Tensor | None):
+        self._device, self._call, self._tile = device, call, tile
+        self._x, self._x2, self._residual = x, x2, residual
+        self.defines = tile.defines(x.dtype, call.activation)
+        self._made: tuple[Kernel, tuple[TensorMap, ...]] | None = None
+
+    def __call__(self) -> Tensor:
+        call, tile = self._call, self._tile
+        if self._made is None:
+            x = self._row_map(self._x)
+            x2 = x if self._x2 is None else self._row_map(self._x2)
+            weight = tile.weight_map(call.weight, call.activation)
+            self._made = kernel("gemm_sm90.cu", "gemm_sm90", self.defines), (x, x2, weight)
+        run, maps = self._made
+        out = call.result()
+        k2 = 0 if self._x2 is None else self._x2.shape[1]
+        stride = Long(0 if self._residual is None else self._residual.stride(0))
+        columns = tile.n // 2 if call.activation == "geglu" else tile.n
+        run(
+            (tile.grid(self._device, -(-call.rows // tile.m), -(-call.n // columns)),),
+            THREADS,
+            (*maps, out, call.bias, self._residual, call.flag, call.rows, call.n, self._x.shape[1], k2, stride),
+            shared=tile.shared,
+            cluster=tile.cluster,
+            pdl=True,
+        )
+        return out
+
+    def _row_map(self, x: Tensor) -> TensorMap:
+        rows, k = x.shape
+        return TensorMap.tiled(x, (k, rows), (x.stride(0) * x.element_size(),), (64, self._tile.m))
+
+
+# --- few rows ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Few:
+    """How kernels/gemv.cu is cut."""
+
+    columns: int
+    """channels a warp computes"""
+
+    def __str__(self) -> str:
+        return f"gemv<columns={self.columns}>"
+
+    def defines(self, dtype: torch.dtype, activation: str, rows: int) -> dict[str, object]:
+        return {
+            "SDACCEL_T": ELEMENTS[dtype],
+            "ACTIVATION": ACTIVATIONS[activation],
+            "ROWS": rows,
+            "COLUMNS": self.columns,
+        }
+
+
+def _few_rows(device: Device, call: Call) -> Iterator[Tactic]:
+    x = matrix(call.x)
+    residual = None if call.residual is None else matrix(call.residual)
+    if x is None or (residual is None) != (call.residual is None) or call.x2 is not None or call.activation == "geglu":
+        return
+    if not 0 < call.rows <= FEW_ROWS or x.dtype not in ELEMENTS or not call.weight.is_contiguous():
+        return
+    if not aligned(x, x.stride(0), x.shape[1]) or not aligned(call.weight):
+        return
+    for columns in (1, 2, 4) if call.rows <= 4 else (1, 2):
+        if call.n % columns == 0:
+            few = Few(columns)
+            yield Tactic(str(few), partial(_run_few, few, call, x, residual))
+
+
+def _run_few(few: Few, call: Call, x: Tensor, residual: Tensor | None) -> Tensor:
+    out = call.result()
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    kernel("gemv.cu", "gemv", few.defines(x.dtype, call.activation, call.rows))(
+        (-(-call.n // (4 * few.columns)),),
+        128,
+        (x, call.weight, out, call.bias, residual, call.flag, call.n, x.shape[1], *strides),
+        pdl=True,
+    )
+    return out
+
+
+VARIANTS = [
+    *(
+        ("gemm_sm90.cu", "gemm_sm90", tile.defines(torch.float16, activation), (9, 0), "90a")
+        for tile, activation in (
+            (Tile(128, 160, 6), "none"),
+            (Tile(128, 160, 6, pingpong=True, multicast=True), "gelu"),
+            (Tile(128, 192, 5, pingpong=True), "none"),
+            (Tile(128, 256, 4, multicast=True), "geglu"),
+            (Tile(128, 128, 7, split=4), "silu"),
+            (Tile(256, 160, 4), "quick_gelu"),
+        )
+    ),
+    *(("gemv.cu", "gemv", Few(2).defines(torch.bfloat16, "silu", rows), (7, 5)) for rows in (2, 16)),
+]
