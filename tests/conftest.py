@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.exported import exported as exported
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")

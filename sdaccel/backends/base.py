@@ -55,10 +55,6 @@ class LoadedEngine(ABC):
         Raises BackendError.
         """
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The engine's weights by the names of the model's parameters, where torch can share them; else nothing."""
-        return {}
-
 
 class Backend(ABC):
     name: str
@@ -86,8 +82,18 @@ class Backend(ABC):
         """Writes the engine's files into ``folder``. Raises BackendError, or Cancelled from ``job.progress``."""
 
     @abstractmethod
-    def load(self, folder: Path, weights: Path, inputs: Sequence[TensorSpec]) -> LoadedEngine:
-        """The engine in ``folder``; ``weights`` is the store's folder of weights entries. Raises BackendError."""
+    def load(
+        self,
+        folder: Path,
+        weights: Path,
+        inputs: Sequence[TensorSpec],
+        shared: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> LoadedEngine:
+        """The engine in ``folder``; ``weights`` is the store's folder of weights entries.
+
+        ``shared``: parameters of the torch module that the engine stands for, holding the weights it was built from. A
+        backend may use their memory, and lay it out anew, instead of loading weights again. Raises BackendError.
+        """
 
     def check_precision(self, precision: str | None) -> str:
         chosen = precision or self.precisions[0]

@@ -141,7 +141,13 @@ class OnnxRuntime(Backend):
 
     # running
 
-    def load(self, folder: Path, weights: Path, inputs: Sequence[TensorSpec]) -> LoadedEngine:
+    def load(
+        self,
+        folder: Path,
+        weights: Path,
+        inputs: Sequence[TensorSpec],
+        shared: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> LoadedEngine:
         options = self._options(weights, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
         return _Session(self._session((folder / PLAN).read_bytes(), options), inputs)
 

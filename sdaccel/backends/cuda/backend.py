@@ -140,7 +140,13 @@ class Cuda(Backend):
 
     # running
 
-    def load(self, folder: Path, weights: Path, inputs: Sequence[TensorSpec]) -> LoadedEngine:
+    def load(
+        self,
+        folder: Path,
+        weights: Path,
+        inputs: Sequence[TensorSpec],
+        shared: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> LoadedEngine:
         from sdaccel.backends.cuda.executor import Executor
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.plan import ExecutionPlan
@@ -156,7 +162,7 @@ class Cuda(Backend):
         _load_cubins(folder)
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            tensors = load_weights(plan, weights, dtype, device)
+            tensors = load_weights(plan, weights, dtype, device, shared)
         except torch.cuda.OutOfMemoryError as error:
             raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
         return CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value()))
@@ -170,9 +176,6 @@ class CudaEngine(LoadedEngine):
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
     ) -> dict[str, torch.Tensor]:
         return self.executor.run(inputs, outputs)
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: self.executor.weights[name] for name in self.executor.plan.weights}
 
 
 def random_inputs(model: Any, profile: OptimizationProfile, device: torch.device) -> dict[str, torch.Tensor]:

@@ -4,8 +4,8 @@ A CUDA graph is captured the first time a shape is run and kept among the last f
 memory pool, so replays on a device take turns: each waits, on the device, for the one before it, whatever the stream.
 The prologue (what depends on the prompt alone) has a graph and memory of its own; its outputs stay from call to call.
 
-Thread safety: any number of threads may call `Executor.run`; one lock a device orders them. A call returns when its work
-is enqueued on the caller's current stream. Outputs are fresh tensors.
+Thread safety: any number of threads may call `Executor.run`; one lock a device orders them. A call returns when its
+work is enqueued on the caller's current stream. Outputs are fresh tensors.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def kernel(file: str, entry: str, defines: nvrtc.Defines) -> Kernel:
 def _load(file: str, entry: str, defines: nvrtc.Defines) -> Kernel:
     driver = _driver()
     cubin = CACHE.get(nvrtc.Source.read(file), defines, Device.current().arch)
-    torch.cuda.current_blas_handle()  # makes torch's context current in this thread
+    torch.cuda.set_device(torch.cuda.current_device())  # makes torch's context current in this thread
     where = f"{file}: {entry}"
     (module,) = _check(driver.cuModuleLoadData(cubin), where)
     (function,) = _check(driver.cuModuleGetFunction(module, entry.encode()), where)

@@ -1,9 +1,9 @@
-"""Weights of a plan: from the store's files to the device, laid out as the kernels read them."""
+"""Weights of a plan: from the store's files, or from the model's own parameters, laid out as the kernels read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,43 +14,75 @@ from sdaccel.backends.cuda.plan import ExecutionPlan, WeightPlace
 from sdaccel.engine.weights import DTYPES, FILE
 from sdaccel.errors import EngineBroken
 
+Parameters = Mapping[str, torch.nn.Parameter]
 
-def load_weights(plan: ExecutionPlan, folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+
+def load_weights(
+    plan: ExecutionPlan, folder: Path, dtype: torch.dtype, device: torch.device, shared: Parameters | None = None
+) -> dict[str, Tensor]:
     """Every weight of ``plan`` by name in ``dtype``, convolutions' channels last ([O, kh, kw, I] in memory).
 
     ``folder`` is the store's folder of weights entries. Weights that are joined lie below each other in one tensor, of
-    which each is a view. Raises EngineBroken for a file that is missing or too short.
+    which each is a view. ``shared``: parameters of the torch module by name, known to hold the same values. Those of
+    the same type and device are not loaded: engine and module share one memory from then on, tensor by tensor, so that
+    at no time the weights are there twice. Raises EngineBroken for a file that is missing or too short.
     """
+    given = {
+        name: parameter
+        for name, parameter in (shared or {}).items()
+        if name in plan.weights and parameter.dtype == dtype and parameter.device == device
+        if tuple(parameter.shape) == plan.weights[name].shape
+    }
     weights: dict[str, Tensor] = {}
+
+    def value(name: str) -> Tensor:
+        return given[name].data if name in given else _read(folder, plan.weights[name])
+
+    def use(name: str, tensor: Tensor) -> None:
+        weights[name] = tensor
+        if name in given:
+            given[name].data = tensor
+
     for name, parts in plan.joined.items():
-        places = [plan.weights[part] for part in parts]
-        rows = [place.shape[0] for place in places]
-        whole = torch.empty((sum(rows), *places[0].shape[1:]), dtype=dtype, device=device)
-        for part, place, view in zip(parts, places, whole.split(rows), strict=True):
-            view.copy_(_read(folder, place))
-            weights[part] = view
+        whole = _adjacent([given[part].data for part in parts]) if given.keys() >= set(parts) else None
+        rows = [plan.weights[part].shape[0] for part in parts]
+        if whole is None:
+            whole = torch.empty((sum(rows), *plan.weights[parts[0]].shape[1:]), dtype=dtype, device=device)
+            for part, view in zip(parts, whole.split(rows), strict=True):
+                view.copy_(value(part))
+                use(part, view)
+        weights.update(zip(parts, whole.split(rows), strict=True))
         weights[name] = whole
-    for name, place in plan.weights.items():
+    for name in plan.weights:
         if name not in weights:
-            value = _read(folder, place).to(device, dtype)
-            weights[name] = value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+            tensor = value(name).to(device, dtype)
+            use(name, tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous())
     return weights
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """The one tensor that ``parts`` are consecutive rows of, if an engine has joined them already."""
+    first = parts[0]
+    end = first.data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end:
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += part.nbytes
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _read(folder: Path, place: WeightPlace) -> Tensor:
     path = folder / place.entry / FILE
-    try:
-        data = np.memmap(path, np.uint8, "c", place.offset, (place.nbytes,)) if place.nbytes else np.empty(0, np.uint8)
-    except (OSError, ValueError) as error:
-        raise EngineBroken(f"{path} does not hold {place.nbytes} bytes at {place.offset}: {error}.") from error
     dtype = DTYPES[place.dtype]
     if place.nbytes != math.prod(place.shape) * dtype.itemsize:
-        raise EngineBroken(
-            f"{path}: {place.nbytes} bytes at {place.offset} are no {place.dtype} of {list(place.shape)}."
-        )
+        raise EngineBroken(f"{path}: {place.nbytes} bytes are no {place.dtype} of {list(place.shape)}.")
+    if not place.nbytes:
+        return torch.empty(place.shape, dtype=dtype)
+    try:
+        data = np.memmap(path, np.uint8, "c", place.offset, (place.nbytes,))
+    except (OSError, ValueError) as error:
+        raise EngineBroken(f"{path} does not hold {place.nbytes} bytes at {place.offset}: {error}.") from error
     return torch.from_numpy(data).view(dtype).view(place.shape)
-
-
-def by_parameter(weights: Mapping[str, Tensor], plan: ExecutionPlan) -> dict[str, Tensor]:
-    """The weights that the model's own parameters can share memory with."""
-    return {name: weights[name] for name in plan.weights}

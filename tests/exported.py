@@ -1,3 +1,5 @@
+"""Each tiny model of `tests.export.tiny` as a graph beside random weights, exported once in a run."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
