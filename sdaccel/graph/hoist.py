@@ -15,16 +15,11 @@ def invariant(model: ir.Model, inputs: Collection[str]) -> list[str]:
 
     Weights and constants are no inputs; an optional input is one, whether it has a default or not.
     """
-    return [step.name or "" for step in invariant_nodes(model, inputs)]
-
-
-def invariant_nodes(model: ir.Model, inputs: Collection[str]) -> list[ir.Node]:
-    """The nodes that `invariant` names."""
     varying = {value for value in model.graph.inputs if value.name not in inputs}
     found = []
     for step in model.graph:
         if varying.isdisjoint(value for value in step.inputs if value is not None):
-            found.append(step)
+            found.append(step.name or "")
         else:
             varying.update(step.outputs)
     return found

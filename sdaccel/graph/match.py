@@ -110,14 +110,17 @@ def other(step: ir.Node, value: ir.Value) -> ir.Value | None:
     return second if first is value else first
 
 
-def substitute(old: Sequence[ir.Value], new: Sequence[ir.Value], steps: Sequence[ir.Node], before: ir.Node) -> None:
-    """Puts ``steps`` in front of ``before``; they make ``new``, which is read wherever ``old`` was.
+def substitute(
+    old: Sequence[ir.Value], new: Sequence[ir.Value], steps: Sequence[ir.Node], before: ir.Node | None = None
+) -> None:
+    """``steps`` make ``new``, which is read wherever ``old`` was; they lie where the last of ``old`` was made.
 
-    Nodes that made ``old`` go, and whatever only they read.
+    ``before`` is another place for them. Nodes that made ``old`` go, and whatever only they read.
     """
-    graph = before.graph
-    if not isinstance(graph, ir.Graph):
-        raise TypeError(f"{before.name} lies in no graph")
+    before = before or old[-1].producer()
+    graph = before.graph if before is not None else None
+    if before is None or not isinstance(graph, ir.Graph):
+        raise ValueError(f"{old[-1].name} is made by no node of a graph")
     graph.insert_before(before, list(steps))
     for was, now in zip(old, new, strict=True):
         now.shape, now.type, now.name = was.shape, was.type, was.name

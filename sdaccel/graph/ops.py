@@ -54,6 +54,11 @@ def node(
     return ir.node(op_type, values, attributes, domain=DOMAIN, overload=overload, num_outputs=outputs, name=name)
 
 
+def layer(weight: ir.Value | None) -> str:
+    """The name of the layer that ``weight`` belongs to, which its node gets too."""
+    return ((weight.name if weight is not None else None) or "").removesuffix(".weight")
+
+
 def is_op(step: ir.Node | None, *op_types: str) -> bool:
     return step is not None and step.domain == DOMAIN and step.op_type in op_types
 

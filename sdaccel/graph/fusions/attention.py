@@ -31,6 +31,8 @@ def _fuse_one(attention: ir.Node) -> str | None:
     mask = attention.inputs[3] if len(attention.inputs) > 3 else None
     if mask is not None or len(attention.inputs) > 4 or len(attention.outputs) > 1:
         return "it has a mask, a cache or more outputs than one"
+    if "softcap" in attention.attributes and attention.attributes["softcap"].as_float():
+        return "it caps its scores"
     merged = [_before_split(value) for value in attention.inputs[:3]]
     if None in merged:
         return "an input is not split into heads by Reshape and Transpose"

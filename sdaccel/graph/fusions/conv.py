@@ -30,9 +30,9 @@ def fuse(model: ir.Model) -> Outcome:
             "Conv",
             {"x": x, "weight": weight, "bias": bias, "residual": residual},
             {"strides": attributes["strides"], "pads": attributes["pads"], "activation": kind},
-            name=(weight.name or "").removesuffix(".weight"),
+            name=ops.layer(weight),
         )
-        substitute([result], fused.outputs, [fused], result.producer() or step)
+        substitute([result], fused.outputs, [fused])
         outcome.fired += 1
     return outcome
 

@@ -14,7 +14,7 @@ def fuse(model: ir.Model) -> Outcome:
         if step.op_type != "GroupNormalization" or step.domain:
             continue
         x, scale, bias = step.inputs
-        if len(dims(x) or ()) != 4 or x is None or scale is None:
+        if x is None or len(dims(x) or ()) != 4:
             outcome.refused["it is not of an image"] += 1
             continue
         x, embedding = _before_embedding(x, outcome)
@@ -24,9 +24,9 @@ def fuse(model: ir.Model) -> Outcome:
             "GroupNorm",
             {"x": x, "scale": scale, "bias": bias, "add": embedding},
             {**attributes, "activation": kind},
-            name=(scale.name or "").removesuffix(".weight"),
+            name=ops.layer(scale),
         )
-        substitute([result], fused.outputs, [fused], result.producer() or step)
+        substitute([result], fused.outputs, [fused])
         outcome.fired += 1
     return outcome
 

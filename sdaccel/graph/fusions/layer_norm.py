@@ -33,11 +33,11 @@ def fuse(model: ir.Model) -> Outcome:
             "LayerNorm",
             {"x": x, "scale": scale, "bias": bias, "residual": residual},
             {"epsilon": step.attributes["epsilon"].as_float() if "epsilon" in step.attributes else 1e-5},
-            name=((scale.name if scale is not None else None) or "").removesuffix(".weight"),
+            name=ops.layer(scale),
             outputs=1 if residual is None else 2,
         )
         if residual is None or add is None:
-            substitute(step.outputs, fused.outputs, [fused], step)
+            substitute(step.outputs, fused.outputs, [fused])
         else:
             substitute([*step.outputs, *add.outputs], fused.outputs, [fused], add)
         outcome.fired += 1

@@ -1,13 +1,15 @@
 """MatMul by a transposed weight or Gemm, + bias, + residual, + activation → ``Linear``.
 
-A residual that is added after the tokens have become an image again is taken in as tokens.
+A residual that is added after the tokens have become an image again is taken in as tokens. Where both summands are
+linears, the one that comes first takes the sum: the timestep's, so that what depends on the prompt alone (SDXL's y)
+stays apart.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from sdaccel.graph import activations, hoist, ops
+from sdaccel.graph import activations, ops
 from sdaccel.graph.fusions import sums, tokens
 from sdaccel.graph.match import Outcome, dims, is_weight, only_user, other, producer, substitute
 
@@ -16,7 +18,6 @@ ACTIVATIONS = ("silu", "quick_gelu", "gelu", "geglu")
 
 def fuse(model: ir.Model) -> Outcome:
     outcome = Outcome()
-    per_prompt = set(hoist.invariant_nodes(model, hoist.PROMPT_INPUTS))
     for step in list(model.graph):
         if step.op_type not in ("MatMul", "Gemm"):
             continue
@@ -26,13 +27,11 @@ def fuse(model: ir.Model) -> Outcome:
             continue
         weight, bias, value = found
         residual, total = sums.residual(value, outcome)
-        if residual is not None and step in per_prompt and total.producer() not in per_prompt:
-            outcome.refused["the sum changes from step to step, the linear does not"] += 1
-            residual, total = None, value
         inputs = {"x": step.inputs[0], "weight": weight, "bias": bias, "residual": residual}
         kind, result = activations.after(total, ACTIVATIONS if residual is None else ACTIVATIONS[:-1])
-        around = _around_an_image(value, outcome) if result is value else None
-        _replace(result, inputs, {"activation": kind}, around)
+        if result is not value or not _take_in_around_an_image(value, inputs, outcome):
+            fused = ops.node("Linear", inputs, {"activation": kind}, name=ops.layer(weight))
+            substitute([result], fused.outputs, [fused])
         outcome.fired += 1
     return outcome
 
@@ -68,40 +67,17 @@ def _is_bias(value: ir.Value | None, weight: ir.Value | None) -> bool:
     return is_weight(value) and dims(value) == (dims(weight) or [None])[:1]
 
 
-def _around_an_image(value: ir.Value, outcome: Outcome) -> Image | None:
+def _take_in_around_an_image(value: ir.Value, inputs: dict[str, ir.Value | None], outcome: Outcome) -> bool:
+    """Whether something is added to ``value`` after it has become an image; if so, the linear takes it in."""
     image = tokens.image_of(value)
-    if image is None:
-        return None
-    residual, total = sums.residual(image.outputs[0], outcome)
-    return (residual, total) if residual is not None else None
-
-
-Image = tuple[ir.Value, ir.Value]
-
-
-def _replace(
-    result: ir.Value, inputs: dict[str, ir.Value | None], attributes: dict[str, str], around: Image | None
-) -> None:
-    name = _name(inputs["weight"])
-    if around is None:
-        fused = ops.node("Linear", inputs, attributes, name=name)
-        substitute([result], fused.outputs, [fused], _producer(result))
-        return
-    residual, total = around
+    residual, total = sums.residual(image.outputs[0], outcome) if image is not None else (None, value)
+    if residual is None:
+        return False
+    name = ops.layer(inputs["weight"])
     flat = ops.node("ToTokens", {"x": residual}, name=f"{name}/ToTokens")
-    fused = ops.node("Linear", {**inputs, "residual": flat.outputs[0]}, attributes, name=name)
+    fused = ops.node("Linear", {**inputs, "residual": flat.outputs[0]}, {"activation": "none"}, name=name)
     for made in (*flat.outputs, *fused.outputs):
-        made.shape, made.type = result.shape, result.type
-    image = ops.node("ToImage", {"x": fused.outputs[0], "like": residual}, name=f"{name}/ToImage")
-    substitute([total], image.outputs, [flat, fused, image], _producer(total))
-
-
-def _producer(value: ir.Value) -> ir.Node:
-    step = value.producer()
-    if step is None:
-        raise ValueError(f"{value.name} is made by no node")
-    return step
-
-
-def _name(weight: ir.Value | None) -> str:
-    return (weight.name or "").removesuffix(".weight") if weight is not None else ""
+        made.shape, made.type = value.shape, value.type
+    back = ops.node("ToImage", {"x": fused.outputs[0], "like": residual}, name=f"{name}/ToImage")
+    substitute([total], back.outputs, [flat, fused, back])
+    return True

@@ -40,4 +40,4 @@ def _read_parts(reader: ir.Node, concat: ir.Node) -> None:
     x, x2 = concat.inputs
     inputs = {**ops.named_inputs(reader), "x": x, "x2": x2}
     fused = ops.node(reader.op_type, inputs, ops.plain_attributes(reader), name=reader.name or "")
-    substitute(reader.outputs, fused.outputs, [fused], reader)
+    substitute(reader.outputs, fused.outputs, [fused])

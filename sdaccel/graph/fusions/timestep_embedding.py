@@ -46,7 +46,7 @@ def _fuse_one(sine: ir.Node) -> str | None:
         name="timestep_embedding",
         forms=["flip"] if flipped is not None else [],
     )
-    substitute([result], fused.outputs, [fused], flipped or joined)
+    substitute([result], fused.outputs, [fused])
     return None
 
 

@@ -36,7 +36,7 @@ def fuse(model: ir.Model) -> Outcome:
             fused = ops.node("ToImage", {"x": tokens, "like": like}, name=step.name or "")
         else:
             continue
-        substitute(step.outputs, fused.outputs, [fused], step)
+        substitute(step.outputs, fused.outputs, [fused])
         outcome.fired += 1
     return outcome
 
@@ -74,7 +74,7 @@ def _norm_the_image(norm: ir.Node) -> None:
     normal.shape, normal.type = flatten.inputs[0].shape, norm.outputs[0].type  # type: ignore[union-attr]
     again = ir.node("Reshape", [normal, flatten.inputs[1]], ops.plain_attributes(flatten))
     fused.name, again.name = norm.name, flatten.name
-    substitute(norm.outputs, again.outputs, [fused, again], norm)
+    substitute(norm.outputs, again.outputs, [fused, again])
 
 
 def _image_of(step: ir.Node) -> ir.Value | None:

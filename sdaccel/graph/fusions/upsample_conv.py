@@ -49,6 +49,6 @@ def _fuse_one(model: ir.Model, resize: ir.Node) -> str | None:
         return "it does not double height and width"
     weight, bias = (*step.inputs[1:], None)[:2]
     inputs = {"x": x, "weight": weight, "bias": bias, "like": like}
-    fused = ops.node("UpsampleConv", inputs, name=(weight.name or "").removesuffix(".weight"))
-    substitute(step.outputs, fused.outputs, [fused], step)
+    fused = ops.node("UpsampleConv", inputs, name=ops.layer(weight))
+    substitute(step.outputs, fused.outputs, [fused])
     return None
