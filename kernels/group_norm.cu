@@ -1,0 +1,433 @@
+// Group normalisation (Wu and He, 2018) of NHWC images, with a per-image, per-channel addend before it and SiLU after it.
+//
+//   y = act((x + add - mean) / sqrt(variance + epsilon) * scale + bias)      mean, variance: of an image's group of channels
+//
+// x [B, rows, channels] in one or two pieces along the channels (x, then x2), add [B or 1, channels] or null, scale and
+// bias [channels], y [B, rows, channels] dense; rows are pixels. Channels of each piece are multiples of 8.
+//
+//   group_norm_fused   one read, one write: a cluster of blocks holds a slice of the channels in shared memory
+//   group_norm_stats   two reads: moments of every group from many blocks, then
+//   group_norm_apply   the normalisation, from the last row to the first, so that what L2 still holds is read first
+//
+// A thread owns eight channels and walks over the rows. It sums differences to the first value it meets, so nothing
+// cancels; the moments of threads, warps, blocks are merged by Chan, Golub and LeVeque's formula (1983).
+// Called by sdaccel/backends/cuda/ops/group_norm.py. Macros: SDACCEL_T, SILU (0, 1), STREAM (1: larger than L2).
+#include "numeric.cuh"
+
+#define MAX_THREADS 512
+#define UNROLL 4
+#define STAGES 4
+
+// ---- clusters: one block each below sm_90 ------------------------------------------------------------------------
+
+SDACCEL_DEVICE int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+    uint32_t n;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+    return int(n);
+#else
+    return 1;
+#endif
+}
+
+SDACCEL_DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+SDACCEL_DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// What the block `rank` of this cluster has at the address where we have `local`.
+SDACCEL_DEVICE float4 load_remote(const float4* local, int rank) {
+#if __CUDA_ARCH__ >= 900
+    float4 x;
+    uint32_t address = uint32_t(__cvta_generic_to_shared(local));
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+#else
+    return *local;
+#endif
+}
+
+// ---- from memory to shared memory, in the background from sm_80 on ------------------------------------------------
+
+SDACCEL_DEVICE void copy_async(uint4* to, const T* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
+#else
+    *to = load16(from);
+#endif
+}
+
+SDACCEL_DEVICE void copy_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int PENDING>
+SDACCEL_DEVICE void copy_wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// ---- moments -------------------------------------------------------------------------------------------------------
+
+// Count, mean, sum of squared deviations (in x, y, z).
+using Moments = float4;
+
+// `mine` of the lanes become one; lanes without values have n = 0.
+SDACCEL_DEVICE Moments warp_merge(Moments mine) {
+    const float n = warp_sum(mine.x);
+    const float mean = warp_sum(mine.x * mine.y) / n;
+    const float apart = mine.y - mean;
+    return {n, mean, warp_sum(fmaf(mine.x * apart, apart, mine.z)), 0.0f};
+}
+
+// The rows that one thread has seen of its eight channels.
+struct Sums {
+    float shift[8], sum[8], squares[8];
+
+    __device__ __forceinline__ void start(const uint4 first) {
+        unpack8<T>(first, shift);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum[j] = squares[j] = 0.0f;
+    }
+
+    __device__ __forceinline__ void take(const uint4 row) {
+        float v[8];
+        unpack8<T>(row, v);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float apart = v[j] - shift[j];
+            sum[j] += apart;
+            squares[j] = fmaf(apart, apart, squares[j]);
+        }
+    }
+};
+
+// Where a thread works: chunk `chunk` (eight channels) of every `lanes`-th row, from `lane` on.
+struct Place {
+    int chunks, lanes, chunk, lane;
+    bool works;
+
+    __device__ __forceinline__ Place(int slice)
+        : chunks(slice / 8),
+          lanes(int(blockDim.x) / chunks),
+          chunk(int(threadIdx.x) % chunks),
+          lane(int(threadIdx.x) / chunks),
+          works(lane < lanes) {}
+};
+
+// Shared memory of a reduction, in 16-byte units before `parts`: 4 a thread. `groups`: in the slice.
+struct Scratch {
+    float *means, *squares, *counts;
+    Moments *parts, *block;
+    float2* result;  // mean, 1 / standard deviation
+
+    __device__ __forceinline__ Scratch(void* memory, int groups) {
+        const int threads = blockDim.x;
+        means = reinterpret_cast<float*>(memory);
+        squares = means + 8 * threads;
+        counts = squares + 8 * threads;
+        parts = reinterpret_cast<Moments*>(counts + threads);
+        block = parts + groups + threads / 32;
+        result = reinterpret_cast<float2*>(block + groups);
+    }
+};
+
+// Moments of each of the slice's groups over the block's rows, left in scratch.block (visible to the block only after
+// the next barrier). `n`: rows this thread has seen. `add`: of the thread's eight channels, or null.
+SDACCEL_DEVICE void merge_block(const Place& at, const Scratch& scratch, const Sums& sums, int n, const T* add,
+                                int slice, int groups, int per_group) {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (at.works) {
+        float extra[8] = {};
+        if (add != nullptr) load8(add, extra);
+        const float inverse = n > 0 ? 1.0f / float(n) : 0.0f;
+        float mean[8], squares[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float apart = n > 0 ? sums.sum[j] * inverse : 0.0f;
+            mean[j] = n > 0 ? sums.shift[j] + apart + extra[j] : 0.0f;
+            squares[j] = n > 0 ? fmaxf(fmaf(-sums.sum[j], apart, sums.squares[j]), 0.0f) : 0.0f;
+        }
+        float4* to = reinterpret_cast<float4*>(scratch.means) + 2 * threadIdx.x;
+        to[0] = {mean[0], mean[1], mean[2], mean[3]};
+        to[1] = {mean[4], mean[5], mean[6], mean[7]};
+        to = reinterpret_cast<float4*>(scratch.squares) + 2 * threadIdx.x;
+        to[0] = {squares[0], squares[1], squares[2], squares[3]};
+        to[1] = {squares[4], squares[5], squares[6], squares[7]};
+        if (at.chunk == 0) scratch.counts[at.lane] = float(n);
+    }
+    __syncthreads();
+
+    const int shares = max(1, warps / groups);  // warps on one group
+    for (int task = warp; task < groups * shares; task += warps) {
+        const int group = task / shares, end = at.lanes * per_group, step = 32 * shares;
+        const int first = task % shares * 32 + lane;
+        float count = 0.0f, total = 0.0f;
+        for (int e = first; e < end; e += step) {
+            const int row = e / per_group;
+            const float weight = scratch.counts[row];
+            count += weight;
+            total = fmaf(weight, scratch.means[row * slice + group * per_group + e - row * per_group], total);
+        }
+        count = warp_sum(count);
+        const float mean = count > 0.0f ? warp_sum(total) / count : 0.0f;
+        float squares = 0.0f;
+        for (int e = first; e < end; e += step) {
+            const int row = e / per_group, i = row * slice + group * per_group + e - row * per_group;
+            const float apart = scratch.means[i] - mean;
+            squares += fmaf(scratch.counts[row] * apart, apart, scratch.squares[i]);
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) (shares > 1 ? scratch.parts : scratch.block)[task] = {count, mean, squares, 0.0f};
+    }
+    if (shares > 1) {
+        __syncthreads();
+        for (int group = warp; group < groups; group += warps) {
+            const Moments merged = warp_merge(lane < shares ? scratch.parts[group * shares + lane] : Moments{});
+            if (lane == 0) scratch.block[group] = merged;
+        }
+    }
+}
+
+// scale, shift of y = x * a + b for the thread's eight channels, `channel` the first; `local` counts from the slice on.
+SDACCEL_DEVICE void coefficients(const float2* result, int local, int per_group, const T* add, const T* scale,
+                                 const T* bias, float (&a)[8], float (&b)[8]) {
+    float extra[8] = {};
+    if (add != nullptr) load8(add, extra);
+    load8(scale, a);
+    load8(bias, b);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 group = result[(local + j) / per_group];
+        a[j] *= group.y;
+        b[j] = fmaf(extra[j] - group.x, a[j], b[j]);
+    }
+}
+
+SDACCEL_DEVICE uint4 normalised(uint4 row, const float (&a)[8], const float (&b)[8]) {
+    float v[8];
+    unpack8<T>(row, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        v[j] = fmaf(v[j], a[j], b[j]);
+#if SILU
+        v[j] = silu(v[j]);
+#endif
+    }
+    return pack8<T>(v);
+}
+
+// ---- one read, one write -------------------------------------------------------------------------------------------
+
+// grid (cluster, channels / slice, B), cluster size grid.x; dynamic shared memory: 16 bytes a thread and row it owns,
+// then Scratch. slice: a multiple of 8 and of per_group.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
+                 const T* add, int64_t add_batch, const T* __restrict__ scale, const T* __restrict__ bias, T* y,
+                 int rows, int channels, int per_group, float epsilon, int slice) {
+    extern __shared__ uint4 shared[];
+    const Place at(slice);
+    const int groups = slice / per_group, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int channel = blockIdx.y * slice + at.chunk * 8;
+    const int64_t batch = blockIdx.z;
+    const bool second = channel >= x_channels;
+    const int stride = second ? x2_row : x_row;
+    const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
+    if (add != nullptr) add += batch * add_batch + channel;
+
+    const int share = (rows + int(gridDim.x) - 1) / int(gridDim.x);
+    const int begin = min(int(blockIdx.x) * share, rows), end = min(begin + share, rows);
+    const int items = (share + at.lanes - 1) / at.lanes;
+    const int mine = at.works ? max(0, (end - begin - at.lane + at.lanes - 1) / at.lanes) : 0;
+    const Scratch scratch(shared + items * blockDim.x, groups);
+    uint4* item = shared + threadIdx.x;  // the i-th lies at item[i * blockDim.x]; no other thread touches it
+
+    pdl_launch_dependents();
+    pdl_wait();
+    from += int64_t(begin + at.lane) * stride;
+    const int64_t step = int64_t(at.lanes) * stride;
+    const int stage = (items + STAGES - 1) / STAGES;
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+        for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) copy_async(item + i * blockDim.x, from + i * step);
+        copy_commit();
+    }
+    Sums sums;
+    copy_wait<STAGES - 1>();
+    sums.start(mine > 0 ? item[0] : uint4{});
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+        if (s == 1) copy_wait<STAGES - 2>();
+        if (s == 2) copy_wait<STAGES - 3>();
+        if (s == 3) copy_wait<STAGES - 4>();
+        for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) sums.take(item[i * blockDim.x]);
+    }
+    merge_block(at, scratch, sums, mine, add, slice, groups, per_group);
+
+    const int blocks = cluster_size();
+    if (blocks > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+    for (int group = warp; group < groups; group += blockDim.x / 32) {
+        Moments merged = scratch.block[group];
+        if (blocks > 1) merged = warp_merge(lane < blocks ? load_remote(scratch.block + group, lane) : Moments{});
+        if (lane == 0) scratch.result[group] = {merged.y, rsqrtf(merged.z / merged.x + epsilon)};
+    }
+    if (blocks > 1) cluster_arrive();  // others' shared memory is not read any more
+    __syncthreads();
+
+    if (mine > 0) {
+        float a[8], b[8];
+        coefficients(scratch.result, at.chunk * 8, per_group, add, scale + channel, bias + channel, a, b);
+        T* to = y + (batch * rows + begin + at.lane) * channels + channel;
+        const int64_t along = int64_t(at.lanes) * channels;
+        for (int i = 0; i < mine; ++i) store16(to + i * along, normalised(item[i * blockDim.x], a, b));
+    }
+    if (blocks > 1) cluster_wait();
+}
+
+// ---- two reads -----------------------------------------------------------------------------------------------------
+
+// grid (blocks, 1, B), a multiple of the cluster size; dynamic shared memory: Scratch. Writes the moments of the groups of
+// `slice` channels from `first` on: partials [B, channels / per_group, clusters of an image].
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
+group_norm_stats(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
+                 const T* add, int64_t add_batch, Moments* partials, int rows, int channels, int per_group, int first,
+                 int slice) {
+    extern __shared__ uint4 shared[];
+    const Place at(slice);
+    const int groups = slice / per_group, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Scratch scratch(shared, groups);
+    const int channel = first + at.chunk * 8;
+    const int64_t batch = blockIdx.z;
+    const bool second = channel >= x_channels;
+    const int stride = second ? x2_row : x_row, step = at.lanes * stride;
+    const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
+    if (add != nullptr) add += batch * add_batch + channel;
+
+    pdl_launch_dependents();
+    pdl_wait();
+    const int tile = at.lanes * UNROLL, jump = gridDim.x * tile;
+    const int start = ((rows + tile - 1) / tile - 1 - int(blockIdx.x)) * tile + at.lane;
+    from += int64_t(start) * stride;
+    Sums sums;
+    int n = 0;
+    if (at.works) {
+        // the topmost tile may be short
+        const bool beyond = start >= rows;
+        const int second_row = start - jump;
+        sums.start(!beyond ? load16(from) : second_row >= 0 ? load16(from - int64_t(jump) * stride) : uint4{});
+        for (int row = start; row >= 0; row -= jump, from -= int64_t(jump) * stride) {
+            if (row + (UNROLL - 1) * at.lanes < rows) {
+                uint4 v[UNROLL];
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) v[u] = load16(from + u * step);
+#pragma unroll
+                for (int u = 0; u < UNROLL; ++u) sums.take(v[u]);
+                n += UNROLL;
+            } else {
+                for (int u = 0; row + u * at.lanes < rows; ++u, ++n) sums.take(load16(from + u * step));
+            }
+        }
+    }
+    merge_block(at, scratch, sums, n, add, slice, groups, per_group);
+
+    const int blocks = cluster_size();
+    if (blocks > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+    if (blockIdx.x % blocks == 0) {
+        const int clusters = gridDim.x / blocks;
+        partials += (batch * (channels / per_group) + first / per_group) * clusters + blockIdx.x / blocks;
+        for (int group = warp; group < groups; group += blockDim.x / 32) {
+            Moments merged = scratch.block[group];
+            if (blocks > 1) merged = warp_merge(lane < blocks ? load_remote(scratch.block + group, lane) : Moments{});
+            if (lane == 0) partials[int64_t(group) * clusters] = merged;
+        }
+    }
+    if (blocks > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+// grid (blocks, 1, B); dynamic shared memory: 8 bytes a group of the slice. `count`: partials of a group.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
+group_norm_apply(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
+                 const T* add, int64_t add_batch, const T* __restrict__ scale, const T* __restrict__ bias, T* y,
+                 const Moments* partials, int count, int rows, int channels, int per_group, float epsilon, int first,
+                 int slice) {
+    extern __shared__ uint4 shared[];
+    float2* result = reinterpret_cast<float2*>(shared);
+    const Place at(slice);
+    const int groups = slice / per_group, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int channel = first + at.chunk * 8;
+    const int64_t batch = blockIdx.z;
+    const bool second = channel >= x_channels;
+    const int stride = second ? x2_row : x_row, step = at.lanes * stride, to_step = at.lanes * channels;
+    const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
+    if (add != nullptr) add += batch * add_batch + channel;
+
+    pdl_launch_dependents();
+    pdl_wait();
+    partials += (batch * (channels / per_group) + first / per_group) * count;
+    for (int group = warp; group < groups; group += blockDim.x / 32) {
+        const Moments* mine = partials + int64_t(group) * count;
+        float n = 0.0f, total = 0.0f, squares = 0.0f;
+        for (int i = lane; i < count; i += 32) {
+            const Moments part = mine[i];
+            n += part.x;
+            total = fmaf(part.x, part.y, total);
+        }
+        n = warp_sum(n);
+        const float mean = warp_sum(total) / n;
+        for (int i = lane; i < count; i += 32) {
+            const Moments part = mine[i];
+            const float apart = part.y - mean;
+            squares += fmaf(part.x * apart, apart, part.z);
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) result[group] = {mean, rsqrtf(squares / n + epsilon)};
+    }
+    __syncthreads();
+    if (!at.works) return;
+
+    float a[8], b[8];
+    coefficients(result, at.chunk * 8, per_group, add, scale + channel, bias + channel, a, b);
+    const auto load = [](const T* p) { return STREAM ? load16_streaming(p) : load16(p); };
+    const auto store = [](T* p, uint4 v) { STREAM ? store16_streaming(p, v) : store16(p, v); };
+    const int tile = at.lanes * UNROLL, jump = gridDim.x * tile;
+    int row = ((rows + tile - 1) / tile - 1 - int(blockIdx.x)) * tile + at.lane;
+    from += int64_t(row) * stride;
+    T* to = y + (batch * rows + row) * channels + channel;
+    for (; row >= 0; row -= jump, from -= int64_t(jump) * stride, to -= int64_t(jump) * channels) {
+        uint4 v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (row + u * at.lanes < rows) v[u] = load(from + u * step);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (row + u * at.lanes < rows) store(to + u * to_step, normalised(v[u], a, b));
+    }
+}

@@ -1,0 +1,287 @@
+"""Group normalisation, with an addend before it and SiLU after it: y = act(norm(concat(x, x2) + add) * scale + bias).
+
+x [B, C1, ...], x2 [B, C2, ...] or None, add [B or 1, C] or None, scale and bias [C]; channels innermost in memory.
+activation: none | silu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sdaccel.backends.cuda.launch import Device, Long, kernel
+from sdaccel.backends.cuda.ops.layout import C_TYPE, HALVES, aligned, empty_image, pixels
+from sdaccel.backends.cuda.tactic import Tactic
+
+FILE = "group_norm.cu"
+MAX_THREADS, UNROLL = 512, 4  # as in the source
+VARIANTS = [
+    (FILE, entry, {"SDACCEL_T": element, "SILU": 1, "STREAM": stream}, (7, 5))
+    for entry, stream in (("group_norm_fused", 0), ("group_norm_stats", 0), ("group_norm_apply", 1))
+    for element in ("half_t", "bf16_t")
+]
+
+
+def reference(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    x2: Tensor | None = None,
+    add: Tensor | None = None,
+    *,
+    groups: int,
+    epsilon: float,
+    activation: str = "none",
+) -> Tensor:
+    if x2 is not None:
+        x = torch.cat((x, x2), dim=1)
+    if add is not None:
+        x = x + add.reshape(*add.shape[:2], *[1] * (x.dim() - 2))
+    y = F.group_norm(x, groups, scale, bias, epsilon)
+    return F.silu(y) if activation == "silu" else y
+
+
+def tactics(
+    device: Device,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    x2: Tensor | None = None,
+    add: Tensor | None = None,
+    *,
+    groups: int,
+    epsilon: float,
+    activation: str = "none",
+) -> list[Tactic]:
+    def plain() -> Tensor:
+        y = reference(x, scale, bias, x2, add, groups=groups, epsilon=epsilon, activation=activation)
+        return y.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    found: list[tuple[float, Tactic]] = []
+    if _suits(x, scale, bias, groups, x2, add):
+        channels = scale.shape[0]
+        shape = Shape(x.shape[0], math.prod(x.shape[2:]), channels, channels // groups)
+
+        def run(how: Fused | TwoPass) -> Tactic:
+            return Tactic(how.name, lambda: how(device, shape, x, x2, add, scale, bias, epsilon, activation == "silu"))
+
+        fused = sorted(Fused.options(device, shape), key=lambda how: (how.cost(device, shape), how.name))[:6]
+        found = [(how.cost(device, shape), run(how)) for how in (*fused, *TwoPass.options(device, shape))]
+    return [tactic for _, tactic in sorted(found, key=lambda pair: pair[0])] + [Tactic("torch", plain)]
+
+
+def _suits(x: Tensor, scale: Tensor, bias: Tensor, groups: int, x2: Tensor | None, add: Tensor | None) -> bool:
+    pieces = [x] if x2 is None else [x, x2]
+    channels = sum(piece.shape[1] for piece in pieces)
+    return (
+        x.dtype in HALVES
+        and all(t is None or t.dtype == x.dtype for t in (x2, add, scale, bias))
+        and x.numel() > 0
+        and channels == scale.shape[0] <= 8 * MAX_THREADS
+        and channels % groups == 0
+        and channels % math.lcm(channels // groups, 8) == 0
+        and all(
+            piece.shape[1] % 8 == 0 and (strides := pixels(piece)) is not None and not any(n % 8 for n in strides)
+            for piece in pieces
+        )
+        and (add is None or (add.stride(1) == 1 and (add.shape[0] == 1 or add.stride(0) % 8 == 0)))
+        and scale.is_contiguous()
+        and bias.is_contiguous()
+        and aligned(x, x2, add, scale, bias)
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    images: int
+    rows: int
+    channels: int
+    per_group: int
+
+    @property
+    def least_slice(self) -> int:
+        """Channels that are whole groups and whole 16 bytes."""
+        return math.lcm(self.per_group, 8)
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.images * self.rows * self.channels
+
+
+def _threads(slice: int, rows: int, most: int = MAX_THREADS) -> int:
+    chunks = slice // 8
+    return -(-chunks * max(1, min(most // chunks, rows)) // 32) * 32
+
+
+def _scratch(slice: int, per_group: int, threads: int) -> int:
+    groups = slice // per_group
+    return 68 * threads + 16 * (groups + threads // 32) + 24 * groups
+
+
+def _source(x: Tensor, x2: Tensor | None, add: Tensor | None) -> list[object]:
+    """The arguments that all three kernels begin with."""
+    batch, row = pixels(x) or (0, 0)
+    batch2, row2 = (pixels(x2) or (0, 0)) if x2 is not None else (0, 0)
+    step = add.stride(0) if add is not None and add.shape[0] > 1 else 0
+    return [x, Long(batch), row, x.shape[1], x2, Long(batch2), row2, add, Long(step)]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One read, one write: ``cluster`` blocks hold ``slice`` channels of an image in shared memory."""
+
+    slice: int
+    cluster: int
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"ours<cluster={self.cluster},slice={self.slice},threads={self.threads}>"
+
+    @classmethod
+    def options(cls, device: Device, shape: Shape) -> Iterator[Fused]:
+        clusters = (1, 2, 4, 8) if device.capability >= (9, 0) else (1,)
+        for slice in range(shape.least_slice, shape.channels + 1, shape.least_slice):
+            if shape.channels % slice or slice > 8 * MAX_THREADS:
+                continue
+            for cluster in clusters:
+                if cluster > shape.rows:
+                    continue
+                share = -(-shape.rows // cluster)
+                for threads in {_threads(slice, share, most) for most in (512, 256) if slice // 8 <= most}:
+                    how = cls(slice, cluster, threads)
+                    if how.shared(shape) <= device.shared_per_block:
+                        yield how
+
+    def shared(self, shape: Shape) -> int:
+        share = -(-shape.rows // self.cluster)
+        items = -(-share // (self.threads // (self.slice // 8)))
+        return 16 * items * self.threads + _scratch(self.slice, shape.per_group, self.threads)
+
+    def cost(self, device: Device, shape: Shape) -> float:
+        """Microseconds, roughly: what a multiprocessor has to move, at its part of an H200's memory bandwidth."""
+        blocks = shape.images * (shape.channels // self.slice) * self.cluster
+        slice_bytes = 2 * self.slice
+        sectors = 32 * -(-(slice_bytes + 16) // 32) if slice_bytes % 32 else slice_bytes
+        moved = 2 * sectors * -(-shape.rows // self.cluster)
+        resident = max(1, device.shared_per_block // (self.shared(shape) + 1024))
+        rounds = -(-blocks // device.sms)
+        alone = 1.3 if rounds > 1 and resident == 1 else 1.0  # nothing overlaps its reductions
+        return 2.0 + 0.3 * (self.cluster > 1) + 0.05 * self.cluster + alone * rounds * moved / 32e3
+
+    def __call__(
+        self,
+        device: Device,
+        shape: Shape,
+        x: Tensor,
+        x2: Tensor | None,
+        add: Tensor | None,
+        scale: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        silu: bool,
+    ) -> Tensor:
+        y = empty_image(x, shape.channels)
+        fused = kernel(FILE, "group_norm_fused", {"SDACCEL_T": C_TYPE[x.dtype], "SILU": int(silu), "STREAM": 0})
+        fused(
+            (self.cluster, shape.channels // self.slice, shape.images),
+            self.threads,
+            [*_source(x, x2, add), scale, bias, y, shape.rows, shape.channels, shape.per_group, epsilon, self.slice],
+            shared=self.shared(shape),
+            cluster=self.cluster,
+            pdl=device.capability >= (9, 0),
+        )
+        return y
+
+
+@dataclass(frozen=True)
+class TwoPass:
+    """Statistics, then normalisation, ``images`` and ``slice`` channels at a time so that L2 may hold them between."""
+
+    slice: int
+    images: int
+
+    @property
+    def name(self) -> str:
+        return f"ours<passes=2,slice={self.slice},images={self.images}>"
+
+    @classmethod
+    def options(cls, device: Device, shape: Shape) -> list[TwoPass]:
+        """The whole at once; what fits into 60 % of L2 by images; if not even one does, slices of their channels."""
+        room = 0.6 * device.l2_bytes
+        found = [cls(shape.channels, shape.images)]
+        image = shape.bytes / shape.images
+        if shape.bytes > room:
+            if shape.images > 1:
+                found.append(cls(shape.channels, max(1, min(shape.images - 1, int(room / image)))))
+            for limit in (room, 1.2 * room):
+                fits = [
+                    slice
+                    for slice in range(shape.least_slice, shape.channels, shape.least_slice)
+                    if shape.channels % slice == 0 and slice >= 16 and 2 * shape.rows * slice <= limit
+                ]
+                if image > room and fits and cls(fits[-1], 1) not in found:
+                    found.append(cls(fits[-1], 1))
+        return found
+
+    def cost(self, device: Device, shape: Shape) -> float:
+        part = 2 * self.images * shape.rows * self.slice
+        parts = -(-shape.images // self.images) * (shape.channels // self.slice)
+        sparse = 1.0 + 128 / (2 * self.slice) if self.slice < shape.channels else 1.0
+        again = max(0.3, 1 - 0.6 * device.l2_bytes / part)
+        return parts * (4.0 + sparse * (2 + again) * part / 4.2e6)
+
+    def __call__(
+        self,
+        device: Device,
+        shape: Shape,
+        x: Tensor,
+        x2: Tensor | None,
+        add: Tensor | None,
+        scale: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        silu: bool,
+    ) -> Tensor:
+        y = empty_image(x, shape.channels)
+        defines = {"SDACCEL_T": C_TYPE[x.dtype], "SILU": int(silu)}
+        hopper = device.capability >= (9, 0)
+        threads = _threads(self.slice, shape.rows)
+        tiles = -(-shape.rows // (threads // (self.slice // 8) * UNROLL))
+        for start in range(0, shape.images, self.images):
+            part = slice(start, start + self.images)
+            images = min(self.images, shape.images - start)
+            blocks = max(1, min(2 * device.sms // images, tiles))
+            cluster = next(n for n in (4, 2, 1) if blocks >= n) if hopper else 1
+            blocks -= blocks % cluster
+            stream = 2 * 2 * images * shape.rows * self.slice > device.l2_bytes
+            stats = kernel(FILE, "group_norm_stats", {**defines, "STREAM": 0})
+            apply = kernel(FILE, "group_norm_apply", {**defines, "STREAM": int(stream)})
+            some = add if add is None or add.shape[0] == 1 else add[part]
+            source = _source(x[part], x2 if x2 is None else x2[part], some)
+            count = blocks // cluster
+            groups = shape.channels // shape.per_group
+            partials = torch.empty((images, groups, count, 4), dtype=torch.float32, device=x.device)
+            sizes = [shape.rows, shape.channels, shape.per_group]
+            for first in range(0, shape.channels, self.slice):
+                stats(
+                    (blocks, 1, images),
+                    threads,
+                    [*source, partials, *sizes, first, self.slice],
+                    shared=_scratch(self.slice, shape.per_group, threads),
+                    cluster=cluster,
+                    pdl=hopper,
+                )
+                apply(
+                    (blocks, 1, images),
+                    threads,
+                    [*source, scale, bias, y[part], partials, count, *sizes, epsilon, first, self.slice],
+                    shared=8 * groups,
+                    pdl=hopper,
+                )
+        return y
