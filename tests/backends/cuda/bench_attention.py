@@ -1,14 +1,22 @@
-"""Microseconds of every tactic: python -m tests.backends.cuda.bench_attention [part of a shape's name]"""
+"""Microseconds of every tactic: python -m tests.backends.cuda.bench_attention [part of a shape's name] [--sweep]
+
+--sweep tries many more launch parameters than the tuner does and prints the best.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import statistics
-import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from sdaccel.backends.cuda.launch import Device
 from sdaccel.backends.cuda.ops import attention
+from sdaccel.backends.cuda.tactic import Tactic
+from sdaccel.errors import BackendError
 
 # name: (batch, heads, queries, keys, head dim)
 SHAPES = {
@@ -32,7 +40,7 @@ SHAPES = {
 CALLS = 20
 
 
-def microseconds(run, flush: torch.Tensor, calls: int = CALLS) -> float:
+def microseconds(run: Callable[[], object], flush: torch.Tensor, calls: int = CALLS) -> float:
     """Median, with a cold L2."""
     run()
     times = []
@@ -47,35 +55,67 @@ def microseconds(run, flush: torch.Tensor, calls: int = CALLS) -> float:
     return statistics.median(1000 * start.elapsed_time(end) for start, end in times)
 
 
-def main(wanted: str = "") -> None:
+def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[Callable[..., object], object]]:
+    """(runner, parameters) worth a try."""
+    found: list[tuple[Callable[..., object], object]] = []
+    if keys <= attention.CROSS_KEYS:
+        found += [
+            (attention._run_cross, attention.Cross(warps, tiles, blocks))
+            for warps, tiles, blocks in itertools.product((2, 4, 8), (1, 2), (1, 2, 3, 4))
+            if warps * blocks * tiles <= (16 if head_dim <= 80 and keys <= 80 else 8)
+            and blocks * attention.Cross(warps, tiles, blocks).shared(head_dim, keys) <= device.shared_per_block
+        ]
+    else:
+        found += [
+            (attention._run_flash_sm90, parameters)
+            for parameters in itertools.starmap(
+                attention.FlashSm90,
+                itertools.product((2, 3), (96, 128, 160, 192), (2, 3), (False, True), (0, 1, 2)),
+            )
+            if parameters.warpgroups * parameters.keys <= 384 and parameters.shared(head_dim) <= device.shared_per_block
+        ]
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("shape", nargs="?", default="")
+    arguments.add_argument("--sweep", action="store_true")
+    chosen = arguments.parse_args()
     device = Device.current()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     for name, (batch, heads, queries, keys, head_dim) in SHAPES.items():
-        if wanted not in name:
+        if chosen.shape not in name:
             continue
         width = heads * head_dim
         q = torch.randn(batch, queries, width, device="cuda", dtype=torch.float16)
         k, v = (torch.randn(batch, keys, width, device="cuda", dtype=torch.float16) for _ in range(2))
+        scale = head_dim**-0.5
+        tactics = attention.tactics(device, q, k, v, heads=heads, scale=scale)
+        if chosen.sweep and head_dim in attention.HEAD_DIMS:
+            known = {tactic.name for tactic in tactics}
+            tactics += [
+                Tactic(str(parameters), partial(runner, device, parameters, q, k, v, heads, scale))
+                for runner, parameters in sweep(device, head_dim, queries, keys)
+                if str(parameters) not in known
+            ]
+        times: dict[str, float] = {}
+        for tactic in tactics:
+            if tactic.name != "sdpa-math":
+                try:
+                    times[tactic.name] = microseconds(graphed(tactic.run), flush, CALLS if queries < 16384 else 3)
+                except (RuntimeError, BackendError) as problem:
+                    print(f"{name:28} {tactic.name}: {problem}")
         operations = 4 * batch * heads * queries * keys * head_dim
         moved = 4 * batch * width * (queries + keys)
-        times: dict[str, float] = {}
-        for tactic in attention.tactics(device, q, k, v, heads=heads, scale=head_dim**-0.5):
-            if tactic.name == "sdpa-math":
-                continue
-            try:
-                times[tactic.name] = microseconds(graphed(tactic.run), flush, CALLS if queries < 16384 else 3)
-            except RuntimeError as problem:
-                print(f"{name:28} {tactic.name}: {problem}")
-                continue
-        torch_time = times["torch"]
-        for tactic_name, time in times.items():
+        for tactic_name, time in sorted(times.items(), key=lambda item: item[1])[: 12 if chosen.sweep else None]:
             print(
-                f"{name:28} {tactic_name:34} {time:9.1f} us {operations / time / 1e6:7.1f} TFLOP/s "
-                f"{moved / time / 1e6:6.2f} TB/s {time / torch_time:6.2f} of torch"
+                f"{name:28} {tactic_name:60} {time:9.1f} us {operations / time / 1e6:7.1f} TFLOP/s "
+                f"{moved / time / 1e6:6.2f} TB/s {time / times['torch']:6.2f} of torch"
             )
 
 
-def graphed(run):
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
     """Launches without the host's part of them."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -89,4 +129,4 @@ def graphed(run):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main()

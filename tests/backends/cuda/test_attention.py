@@ -48,6 +48,11 @@ ONE_HEAD = [(1, 1, 1024, 1024, 512), (2, 1, 1000, 1000, 512), (1, 1, 4096, 4096,
 CAUSAL = [(2, 12, 77, 77, 64), (5, 20, 77, 77, 64)]
 
 
+@pytest.fixture(autouse=True)
+def _no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDACCEL_SPIN_LIMIT", "2000")
+
+
 def make(shape: tuple[int, ...], dtype: torch.dtype, fused: bool = False) -> tuple[torch.Tensor, ...]:
     """Random q, k, v on the GPU. fused: views of one row that holds all three."""
     batch, heads, queries, keys, head_dim = shape
@@ -155,13 +160,20 @@ def test_launch_parameters(heads: int, queries: int, keys: int, head_dim: int) -
     """Every warp of every block has a tile to begin with, and blocks fit into the GPU's shared memory."""
     device = Device(0, "an H200", (9, 0), 132, 50 << 20, 227 << 10)
     for parameters in attention.cross_parameters(head_dim, keys, queries):
-        blocks = parameters.blocks_a_head(device, heads, queries)
-        tiles = -(-queries // (16 * parameters.tiles))
-        assert blocks >= 1 and (blocks - 1) * parameters.warps < tiles
-        assert parameters.blocks * parameters.shared(head_dim, keys) <= device.shared_per_block
+        shared = parameters.shared(head_dim, keys)
+        blocks = parameters.blocks_a_head(device, heads, queries, shared)
+        assert blocks >= 1 and (blocks - 1) * parameters.warps < -(-queries // (16 * parameters.tiles))
+        assert shared <= device.shared_per_block
 
 
-def test_variants_compile_for_the_newest_gpu() -> None:
-    file, entry, defines, *_ = attention.VARIANTS[0]
-    cubin = nvrtc.compile(nvrtc.Source.read(file), defines, "sm_90a")
-    assert entry in cubin.log
+@pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
+def test_flash_fits_a_block(head_dim: int) -> None:
+    for queries in (64, 4096):
+        for parameters in attention.flash_sm90_parameters(head_dim, queries):
+            assert parameters.shared(head_dim) <= 227 << 10
+
+
+@pytest.mark.parametrize("variant", [attention.VARIANTS[0], attention.VARIANTS[-1]], ids=lambda variant: variant[0])
+def test_variants_compile_for_hopper(variant: tuple) -> None:
+    file, entry, defines, *_ = variant
+    assert entry in nvrtc.compile(nvrtc.Source.read(file), defines, "sm_90a").log

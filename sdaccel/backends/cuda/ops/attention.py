@@ -11,6 +11,7 @@ memory; ``gemm``, for one wide head (the VAE's), with scores of some query rows 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdaccel.backends.cuda.launch import Device, Long, kernel
+from sdaccel.backends.cuda.launch import Device, Long, TensorMap, kernel
 from sdaccel.backends.cuda.tactic import Tactic
 
 SCORES_BYTES = 256 << 20
@@ -47,11 +48,10 @@ def tactics(
     device: Device, q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float, causal: bool = False
 ) -> list[Tactic]:
     of_torch = list(_torch(q, k, v, heads, scale, causal))
-    ours: list[Tactic] = []
-    if not causal and scale > 0:
-        ours += _cross(device, q, k, v, heads, scale)
-        ours += _gemm(q, k, v, heads, scale)
-    return ours + of_torch
+    if causal or scale <= 0:
+        return of_torch
+    first = [*_cross(device, q, k, v, heads, scale), *_gemm(q, k, v, heads, scale)]
+    return [*first, *of_torch, *_flash_sm90(device, q, k, v, heads, scale)]
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -128,10 +128,10 @@ class Cross:
         """bytes: keys without padding, rows of values an odd number of 16-byte chunks long"""
         return _padded(keys) * 2 * (head_dim + 8 * (head_dim // 8 | 1))
 
-    def blocks_a_head(self, device: Device, heads: int, queries: int) -> int:
+    def blocks_a_head(self, device: Device, heads: int, queries: int, shared: int) -> int:
         """The number that ends first: a wave of blocks lasts as long as a warp's tiles, and 1.5 tiles to load."""
         tiles = -(-queries // (16 * self.tiles))
-        at_once = device.sms * self.blocks
+        at_once = device.sms * max(1, min(self.blocks, device.shared_per_block // shared))
 
         def waves_time(blocks: int) -> float:
             waves = -(-blocks * heads // at_once)
@@ -169,11 +169,12 @@ def _run_cross(device: Device, parameters: Cross, q: Tensor, k: Tensor, v: Tenso
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run = kernel("cross_attention.cu", "cross_attention", parameters.defines(q.dtype, head_dim, keys))
     strides = [s for x in (q, k, v) for s in (x.stride(1), Long(x.stride(0)))]
+    shared = parameters.shared(head_dim, keys)
     run(
-        (parameters.blocks_a_head(device, batch * heads, queries), heads, batch),
+        (parameters.blocks_a_head(device, batch * heads, queries, shared), heads, batch),
         32 * parameters.warps,
         (q, k, v, out, queries, keys, *strides, scale * math.log2(math.e)),
-        shared=parameters.shared(head_dim, keys),
+        shared=shared,
         pdl=device.capability >= (9, 0),
     )
     return out
@@ -189,6 +190,113 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> bool:
         and q.numel() > 0
         and k.numel() > 0
     )
+
+
+# --- many keys, sm_90 -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FlashSm90:
+    """How kernels/flash_attention_sm90.cu is cut."""
+
+    warpgroups: int
+    """that multiply; each has 64 query rows"""
+    keys: int
+    """a tile"""
+    stages: int
+    """tiles of keys, and of values, under way"""
+    turns: bool = True
+    """warpgroups issue their products in turn, so that one multiplies while another is at its exponentials"""
+    polynomial: int = 0
+    """of eight exponentials, how many the multipliers compute instead of the special function unit"""
+
+    def __str__(self) -> str:
+        return (
+            f"flash<warpgroups={self.warpgroups},keys={self.keys},stages={self.stages},turns={int(self.turns)},"
+            f"polynomial={self.polynomial}>"
+        )
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
+        limit = os.environ.get("SDACCEL_SPIN_LIMIT")  # milliseconds after which a wait traps; the tests' safety net
+        return {
+            "SDACCEL_T": _ELEMENTS[dtype],
+            "HEAD_DIM": head_dim,
+            "WARPGROUPS": self.warpgroups,
+            "KEYS": self.keys,
+            "STAGES": self.stages,
+            "QUERY_STAGES": self.query_stages(head_dim),
+            "TURNS": int(self.turns and self.warpgroups > 1),
+            "POLYNOMIAL": self.polynomial,
+            **({"SDACCEL_SPIN_LIMIT": int(limit)} if limit else {}),
+        }
+
+    def query_stages(self, head_dim: int) -> int:
+        return 2 if head_dim <= 64 else 1
+
+    def shared(self, head_dim: int) -> int:
+        """bytes: rows are stored 64 columns wide; 1024 to align them, 512 for barriers"""
+        row = -(-head_dim // 64) * 128
+        return row * (self.query_stages(head_dim) * self.rows + 2 * self.stages * self.keys) + 1024 + 512
+
+
+def flash_sm90_parameters(head_dim: int, queries: int) -> list[FlashSm90]:
+    """The heuristic's choice first."""
+    if head_dim == 160:
+        return [FlashSm90(2, 96, 2), FlashSm90(1, 64, 2)]
+    if head_dim == 80:
+        return [FlashSm90(2, 128, 2), FlashSm90(2, 128, 2, polynomial=1), FlashSm90(3, 96, 2)]
+    if queries <= 512:
+        return [FlashSm90(2, 128, 3), FlashSm90(1, 128, 3)]
+    return [
+        FlashSm90(3, 128, 3),
+        FlashSm90(3, 128, 3, polynomial=2),
+        FlashSm90(2, 192, 2),
+        FlashSm90(2, 192, 2, polynomial=2),
+    ]
+
+
+def _flash_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
+    head_dim = q.shape[-1] // heads
+    if (
+        device.capability[0] != 9
+        or not _fits(q, k, v, head_dim)
+        or min(x.stride(i) for x in (q, k, v) for i in (0, 1)) < 8
+    ):
+        return
+    for parameters in flash_sm90_parameters(head_dim, q.shape[1]):
+        if parameters.shared(head_dim) <= device.shared_per_block:
+            yield Tactic(str(parameters), partial(_run_flash_sm90, device, parameters, q, k, v, heads, scale))
+
+
+def _run_flash_sm90(
+    device: Device, parameters: FlashSm90, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float
+) -> Tensor:
+    batch, queries, width = q.shape
+    head_dim, keys = width // heads, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run = kernel("flash_attention_sm90.cu", "flash_attention", parameters.defines(q.dtype, head_dim))
+    maps = [_map(x, heads, rows) for x, rows in ((q, parameters.rows), (k, parameters.keys), (v, parameters.keys))]
+    pieces = -(-queries // parameters.rows) * heads * batch
+    run(
+        (min(pieces, device.sms),),
+        128 * (parameters.warpgroups + 1),
+        (*maps, out, queries, keys, heads, batch, scale * math.log2(math.e)),
+        shared=parameters.shared(head_dim),
+        pdl=True,
+    )
+    return out
+
+
+def _map(x: Tensor, heads: int, rows: int) -> TensorMap:
+    """Boxes of ``rows`` rows of one head, 64 columns wide: what a narrower head has not is zero."""
+    batch, length, width = x.shape
+    head_dim = width // heads
+    strides = (2 * head_dim, 2 * x.stride(1), 2 * (x.stride(0) if batch > 1 else length * x.stride(1)))
+    return TensorMap.tiled(x, (head_dim, heads, length, batch), strides, (64, 1, rows, 1))
 
 
 # --- one wide head ----------------------------------------------------------------------------------------------------
@@ -225,15 +333,27 @@ def _softmax(scores: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 # --- for the tests that compile everything ----------------------------------------------------------------------------
 
-VARIANTS = [
-    ("cross_attention.cu", "cross_attention", parameters.defines(dtype, head_dim, keys), (8, 0))
-    for dtype, head_dim, keys, queries in (
-        (torch.float16, 64, 77, 4096),
-        (torch.bfloat16, 64, 231, 1024),
-        (torch.float16, 40, 77, 4096),
-        (torch.float16, 80, 77, 1024),
-        (torch.bfloat16, 160, 154, 256),
-        (torch.float16, 160, 231, 64),
-    )
-    for parameters in cross_parameters(head_dim, keys, queries)[:2]
+VARIANTS: list[tuple[object, ...]] = [
+    *(
+        ("cross_attention.cu", "cross_attention", parameters.defines(dtype, head_dim, keys), (8, 0))
+        for dtype, head_dim, keys, queries in (
+            (torch.float16, 64, 77, 4096),
+            (torch.bfloat16, 64, 231, 1024),
+            (torch.float16, 40, 77, 4096),
+            (torch.float16, 80, 77, 1024),
+            (torch.bfloat16, 160, 154, 256),
+            (torch.float16, 160, 231, 64),
+        )
+        for parameters in cross_parameters(head_dim, keys, queries)[:2]
+    ),
+    *(
+        ("flash_attention_sm90.cu", "flash_attention", parameters.defines(dtype, head_dim), (9, 0), "90a")
+        for dtype, head_dim, queries in (
+            (torch.float16, 40, 4096),
+            (torch.bfloat16, 64, 1024),
+            (torch.float16, 80, 1024),
+            (torch.bfloat16, 160, 256),
+        )
+        for parameters in flash_sm90_parameters(head_dim, queries)[:2]
+    ),
 ]
