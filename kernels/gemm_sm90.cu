@@ -11,6 +11,9 @@ struct Linear {
     struct Tile {
         int m, n;
     };
+    struct Cursor {
+        int block;
+    };
 
     const hopper::TensorMap& x;
     const hopper::TensorMap& x2;
@@ -27,16 +30,18 @@ struct Linear {
     __device__ __forceinline__ int tiles_n() const { return (n + OUT_N - 1) / OUT_N; }
     __device__ __forceinline__ int blocks() const { return (k1 + 63) / 64 + (k2 + 63) / 64; }
     __device__ __forceinline__ Tile tile(int at_m, int at_n) const { return {at_m * TILE_M, at_n * OUT_N}; }
+    __device__ __forceinline__ Cursor cursor(int block) const { return {block}; }
+    __device__ __forceinline__ void next(Cursor& at) const { ++at.block; }
     // Blocks from this one on come from x2.
     __device__ __forceinline__ int second() const { return (k1 + 63) / 64; }
-    __device__ __forceinline__ void load_a(const Tile& tile, int block, uint32_t to, uint32_t barrier) const {
-        if (block < second())
-            hopper::load_box(x, to, barrier, block * 64, tile.m);
+    __device__ __forceinline__ void load_a(const Tile& tile, const Cursor& at, uint32_t to, uint32_t barrier) const {
+        if (at.block < second())
+            hopper::load_box(x, to, barrier, at.block * 64, tile.m);
         else
-            hopper::load_box(x2, to, barrier, (block - second()) * 64, tile.m);
+            hopper::load_box(x2, to, barrier, (at.block - second()) * 64, tile.m);
     }
-    __device__ __forceinline__ int column(int block) const {
-        return block < second() ? block * 64 : k1 + (block - second()) * 64;
+    __device__ __forceinline__ int column(const Cursor& at) const {
+        return at.block < second() ? at.block * 64 : k1 + (at.block - second()) * 64;
     }
     __device__ __forceinline__ int b_row(const Tile& tile) const { return tile.n; }
     __device__ __forceinline__ Row row(const Tile& tile, int r) const {

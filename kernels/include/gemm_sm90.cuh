@@ -20,8 +20,10 @@
 //   void prefetch()                                             its maps
 //   int tiles_m(), int tiles_n(), int blocks()                  of 64 along K
 //   Tile tile(int m, int n)                                     with the tile's first channel, Tile::n
-//   void load_a(Tile, int block, uint32_t to, uint32_t barrier)
-//   int column(int block), int b_row(Tile)                      where the block of B lies
+//   Cursor cursor(int block), void next(Cursor&)                a block along K
+//   void load_a(Tile, Cursor, uint32_t to, uint32_t barrier)
+//   int column(Cursor), int b_row(Tile)                         where the block of B lies
+//   TensorMap weight; int n
 //   Row row(Tile, int r)                                        where row r of the tile goes
 #pragma once
 #include "gemm_epilogue.cuh"
@@ -76,9 +78,9 @@ struct Ring {
 
 // One block of B. With MULTICAST each of the two blocks fetches half and writes it into both.
 template <class Problem>
-SDACCEL_DEVICE void load_b(const Problem& problem, const typename Problem::Tile& tile, int block, int rank, uint32_t to,
-                           uint32_t barrier) {
-    const int k = problem.column(block);
+SDACCEL_DEVICE void load_b(const Problem& problem, const typename Problem::Tile& tile, const typename Problem::Cursor& cursor,
+                           int rank, uint32_t to, uint32_t barrier) {
+    const int k = problem.column(cursor);
     const int g = problem.b_row(tile) / 32;
     const int gates = g + problem.n / 32;
     if constexpr (MULTICAST) {
@@ -222,12 +224,14 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
         if (threadIdx.x == 0) {
             for (int index = first; index < tiles; index += step) {
                 const auto tile = tile_at(index);
+                auto cursor = problem.cursor(begin);
                 for (int block = begin; block < end; ++block) {
                     const uint32_t full = ring.full(ring.stage);
                     hopper::barrier_wait<(MULTICAST > 0)>(ring.empty(ring.stage), ring.phase ^ 1);
                     hopper::barrier_expect(full, A_BYTES + B_BYTES);
-                    problem.load_a(tile, block, ring.a(), full);
-                    load_b(problem, tile, block, rank, ring.b(), full);
+                    problem.load_a(tile, cursor, ring.a(), full);
+                    load_b(problem, tile, cursor, rank, ring.b(), full);
+                    problem.next(cursor);
                     ring.next();
                 }
             }

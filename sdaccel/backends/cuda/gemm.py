@@ -14,6 +14,8 @@ from sdaccel.backends.cuda.launch import Device, TensorMap
 ELEMENTS = {torch.float16: "half_t", torch.bfloat16: "bf16_t"}
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu": 2, "quick_gelu": 3, "geglu": 4}
 THREADS = 384
+HEIGHTS = (64, 128, 256)
+"""rows of a tile"""
 OFFERED = 6
 """how many tiles a call offers"""
 
@@ -88,15 +90,16 @@ def aligned(x: Tensor, *strides: int) -> bool:
 
 
 def best_tiles(
-    device: Device, tiles_m: Mapping[int, int], n: int, blocks: int, *, activation: str = "none"
+    device: Device, tiles_m: Mapping[int, int], n: int, blocks: int, *, activation: str = "none", phases: int = 1
 ) -> list[Tile]:
-    """The cheapest first. tiles_m: how many tiles of rows there are, by their height. blocks: 64-wide steps of K."""
+    """The cheapest first. tiles_m: how many tiles of rows there are, by their height. blocks: 64-wide steps of K.
+    phases: how often all of it is done, with different weights."""
     geglu = activation == "geglu"
     costs: dict[Tile, float] = {}
     for tile in _all(device, tuple(tiles_m), activation):
         columns = tile.n // 2 if geglu else tile.n
-        if tile.split <= max(1, blocks // 4) and columns - n < 32:
-            costs[tile] = cost(device, tile, tiles_m[tile.m], -(-n // columns), blocks)
+        if tile.split <= max(1, blocks // 4) and columns - n < 64:
+            costs[tile] = cost(device, tile, tiles_m[tile.m], phases * -(-n // columns), blocks)
     return sorted(costs, key=costs.__getitem__)[:OFFERED]
 
 

@@ -244,6 +244,7 @@ def test_reference_is_a_concatenation() -> None:
         ((1, 3, 8), (5, 16, 1), (16, 1)),
         ((2, 1, 8), (16, 3, 1), (16, 1)),
         ((3, 8), (1, 3), None),
+        ((1, 1, 8), (5, 3, 1), (8, 1)),
     ],
 )
 def test_rows_of_one_stride(shape: tuple[int, ...], strides: tuple[int, ...], expected: tuple[int, int] | None) -> None:

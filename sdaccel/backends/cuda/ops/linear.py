@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdaccel.backends.cuda.gemm import ACTIVATIONS, ELEMENTS, THREADS, Tile, aligned, best_tiles, can_run
+from sdaccel.backends.cuda.gemm import ACTIVATIONS, ELEMENTS, HEIGHTS, THREADS, Tile, aligned, best_tiles, can_run
 from sdaccel.backends.cuda.launch import Device, Kernel, Long, TensorMap, kernel
+from sdaccel.backends.cuda.ops.layout import rows
 from sdaccel.backends.cuda.tactic import Tactic
 
 FEW_ROWS = 16
@@ -54,6 +54,15 @@ def activate(y: Tensor, activation: str) -> Tensor:
     raise ValueError(f"activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
 
 
+def activate_in_place(y: Tensor, activation: str) -> Tensor:
+    """In y's own memory where torch can."""
+    if activation == "silu":
+        return F.silu(y, inplace=True)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_(y)
+    return activate(y, activation)
+
+
 def tactics(
     device: Device,
     x: Tensor,
@@ -66,7 +75,8 @@ def tactics(
     activation: str = "none",
 ) -> list[Tactic]:
     call = Call(x, weight, bias, residual, x2, flag, activation)
-    return [*_ours(device, call), *_few_rows(device, call), *_torch(call)]
+    few = list(_few_rows(device, call))
+    return [*few, *ours(device, call)[: 1 if few else None], *_torch(call)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +103,8 @@ class Call:
 
 def matrix(x: Tensor) -> Tensor | None:
     """[..., K] as [rows, K] without a copy, or None where rows do not have one stride."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        return None
-    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
-    if any(stride != size2 * stride2 for (_, stride), (size2, stride2) in pairwise(sizes)):
-        return None
-    stride = sizes[-1][1] if sizes else x.shape[-1]
-    return x.as_strided((x.shape[:-1].numel(), x.shape[-1]), (stride, 1))
+    stride = rows(x)
+    return None if stride is None else x.as_strided((x.shape[:-1].numel(), x.shape[-1]), (stride, 1))
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -116,48 +121,40 @@ def _torch(call: Call) -> Iterator[Tactic]:
 def _torch_linear(call: Call) -> Tensor:
     x = call.x if call.x2 is None else torch.cat((call.x, call.x2), -1)
     y = F.linear(x, call.weight, call.bias)
-    return _in_place(y if call.residual is None else y.add_(call.residual), call.activation).contiguous()
+    return activate_in_place(y if call.residual is None else y.add_(call.residual), call.activation).contiguous()
 
 
 def _torch_two(call: Call) -> Tensor:
     first, second = call.weight.split((call.x.shape[-1], call.weight.shape[1] - call.x.shape[-1]), 1)
     y = F.linear(call.x, first, call.bias).flatten(0, -2)
     y = y.addmm_(call.x2.flatten(0, -2), second.T).view(*call.x.shape[:-1], -1)  # type: ignore[union-attr]
-    return _in_place(y if call.residual is None else y.add_(call.residual), call.activation)
+    return activate_in_place(y if call.residual is None else y.add_(call.residual), call.activation)
 
 
 def _torch_addmm(call: Call) -> Tensor:
     residual, x = matrix(call.residual), matrix(call.x)  # type: ignore[arg-type]
     y = torch.addmm(residual, x, call.weight.T)  # type: ignore[arg-type]
     y = y if call.bias is None else y.add_(call.bias)
-    return _in_place(y.view(*call.x.shape[:-1], -1), call.activation)
-
-
-def _in_place(y: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return F.silu(y, inplace=True)
-    if activation == "gelu":
-        return torch.ops.aten.gelu_(y)
-    return activate(y, activation)
+    return activate_in_place(y.view(*call.x.shape[:-1], -1), call.activation)
 
 
 # --- sm_90a -----------------------------------------------------------------------------------------------------------
 
 
-def _ours(device: Device, call: Call) -> Iterator[Tactic]:
+def ours(device: Device, call: Call) -> list[Tactic]:
     x, weight, geglu = matrix(call.x), call.weight, call.activation == "geglu"
     x2 = None if call.x2 is None else matrix(call.x2)
     residual = None if call.residual is None else matrix(call.residual)
     if x is None or (x2 is None) != (call.x2 is None) or (residual is None) != (call.residual is None):
-        return
+        return []
     if not can_run(device, x.dtype, call.n) or not weight.is_contiguous() or (geglu and residual is not None):
-        return
+        return []
     if not all(aligned(t, t.stride(0), t.shape[1]) for t in (x, x2, weight, residual) if t is not None):
-        return
+        return []
     blocks = sum(-(-t.shape[1] // 64) for t in (x, x2) if t is not None)
-    heights = {m: -(-call.rows // m) for m in (64, 128, 256)}
-    for tile in best_tiles(device, heights, call.n, blocks, activation=call.activation):
-        yield Tactic(f"ours<{tile}>", _Launch(device, call, tile, x, x2, residual))
+    heights = {m: -(-call.rows // m) for m in HEIGHTS}
+    tiles = best_tiles(device, heights, call.n, blocks, activation=call.activation)
+    return [Tactic(f"ours<{tile}>", _Launch(device, call, tile, x, x2, residual)) for tile in tiles]
 
 
 class _Launch:
