@@ -17,14 +17,11 @@ from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.errors import BackendError
 
 FILE, THREADS = "elementwise.cu", 256  # as in the source
+_SOME = {"SDACCEL_T": "half_t", "ACTIVATION": 2, "SOURCE": "float", "TARGET": "bf16_t"}
 VARIANTS = [
-    (FILE, "activate", {"SDACCEL_T": "half_t", "ACTIVATION": 2}, (7, 5)),
-    (FILE, "upsample", {"SDACCEL_T": "bf16_t"}, (7, 5)),
-    (FILE, "concat", {"SDACCEL_T": "half_t"}, (7, 5)),
-    (FILE, "pack_image", {"SDACCEL_T": "half_t", "SOURCE": "float"}, (7, 5)),
-    (FILE, "unpack_image", {"SDACCEL_T": "bf16_t", "TARGET": "float"}, (7, 5)),
+    *((FILE, entry, _SOME, (7, 5)) for entry in ("activate", "upsample", "concat", "pack_image", "unpack_image")),
     (FILE, "timestep_embedding", {"SDACCEL_T": "bf16_t", "SOURCE": "int64_t"}, (7, 5)),
-    (FILE, "changed", {"SDACCEL_T": "half_t"}, (7, 5)),
+    (FILE, "changed", {"SDACCEL_T": "bf16_t", "SOURCE": "int64_t"}, (7, 5)),
 ]
 NUMBERS = {**C_TYPE, torch.int64: "int64_t", torch.int32: "int32_t"}
 

@@ -21,9 +21,9 @@ from sdaccel.backends.cuda.tactic import Tactic
 FILE = "group_norm.cu"
 MAX_THREADS, UNROLL = 512, 4  # as in the source
 VARIANTS = [
-    (FILE, entry, {"SDACCEL_T": element, "SILU": 1, "STREAM": stream}, (7, 5))
-    for entry, stream in (("group_norm_fused", 0), ("group_norm_stats", 0), ("group_norm_apply", 1))
-    for element in ("half_t", "bf16_t")
+    (FILE, "group_norm_fused", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
+    (FILE, "group_norm_stats", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
+    (FILE, "group_norm_apply", {"SDACCEL_T": "bf16_t", "SILU": 1, "STREAM": 1}, (7, 5)),
 ]
 
 
