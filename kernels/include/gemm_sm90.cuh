@@ -105,29 +105,48 @@ SDACCEL_DEVICE void gather(const float (&d)[TILE_N / 2], int u, int half, bool g
     }
 }
 
+// Registers left beside the accumulators: for what a thread adds to a row on its way while others are worked on, or none.
+constexpr bool EARLY = M_BLOCKS * TILE_N / 2 + UNITS * 4 <= 200;
+constexpr bool EARLIER = M_BLOCKS * TILE_N / 2 + UNITS * 8 <= 200;
+
+struct Coming {
+    Row row;
+    uint4 residual[UNITS];
+};
+
+template <class Problem>
+SDACCEL_DEVICE void fetch(const Problem& problem, const Epilogue& to, const typename Problem::Tile& tile, int r, Coming& coming) {
+    coming.row = problem.row(tile, r);
+    if constexpr (EARLY) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u)
+            coming.residual[u] = load_residual(to, coming.row, tile.n + u * 32 + threadIdx.x % 4 * 8);
+    }
+}
+
+// first_row: of this thread. `coming`: fetched for the first of its rows.
 template <class Problem>
 SDACCEL_DEVICE void write_tile(const Problem& problem, const Epilogue& to, const typename Problem::Tile& tile, int first_row,
-                               const float (&acc)[M_BLOCKS][TILE_N / 2]) {
-    const int lane = threadIdx.x % 32;
-    Row rows[M_BLOCKS][2];
+                               const float (&acc)[M_BLOCKS][TILE_N / 2], Coming& coming) {
+    Coming next;
 #pragma unroll
-    for (int m = 0; m < M_BLOCKS; ++m)
+    for (int i = 0; i < 2 * M_BLOCKS; ++i) {
+        const int m = i / 2, half = i % 2;
+        if (EARLIER && i + 1 < 2 * M_BLOCKS) fetch(problem, to, tile, first_row + (i + 1) / 2 * 64 + (i + 1) % 2 * 8, next);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) rows[m][half] = problem.row(tile, first_row + m * 64 + half * 8 + lane / 4);
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-        const int n = tile.n + u * 32 + lane % 4 * 8;
-        float bias[8], gate_bias[8];
-        load_bias(to, n, bias, gate_bias);
-#pragma unroll
-        for (int m = 0; m < M_BLOCKS; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x[8], gate[8];
-                gather(acc[m], u, half, false, x);
-                if constexpr (GEGLU) gather(acc[m], u, half, true, gate);
-                finish(to, rows[m][half], n, x, gate, bias, gate_bias);
-            }
+        for (int u = 0; u < UNITS; ++u) {
+            const int n = tile.n + u * 32 + threadIdx.x % 4 * 8;
+            float x[8], gate[8];
+            gather(acc[m], u, half, false, x);
+            if constexpr (GEGLU) gather(acc[m], u, half, true, gate);
+            finish(to, coming.row, n, x, gate, EARLY ? coming.residual[u] : load_residual(to, coming.row, n));
+        }
+        if (i + 1 < 2 * M_BLOCKS) {
+            if (EARLIER)
+                coming = next;
+            else
+                fetch(problem, to, tile, first_row + (i + 1) / 2 * 64 + (i + 1) % 2 * 8, coming);
+        }
     }
 }
 
@@ -169,12 +188,12 @@ SDACCEL_DEVICE void reduce_tile(const Problem& problem, const Epilogue& to, cons
             }
         }
         const int n = tile.n + u * 32 + lane % 4 * 8;
-        float bias[8], gate_bias[8];
-        load_bias(to, n, bias, gate_bias);
         const int first = owner / 4 * (TILE_M / 2) + m * 64 + owner % 4 * 16 + lane / 4;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            finish(to, problem.row(tile, first + half * 8), n, x[half], gate[half], bias, gate_bias);
+        for (int half = 0; half < 2; ++half) {
+            const Row row = problem.row(tile, first + half * 8);
+            finish(to, row, n, x[half], gate[half], load_residual(to, row, n));
+        }
     }
     hopper::cluster_sync();  // nobody reads here any more
 }
@@ -236,6 +255,9 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
                 }
             }
         }
+        __syncwarp();
+        if constexpr (SPLIT > 1) hopper::cluster_sync();
+        if constexpr (CLUSTER > 1) hopper::cluster_sync();
     } else {
         hopper::registers_take<232>();
         const int lane = threadIdx.x % 32;
@@ -272,6 +294,8 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
                 previous = ring.stage;
                 ring.next();
             }
+            Coming coming;
+            if constexpr (SPLIT == 1) fetch(problem, to, tile, first_row + lane / 4, coming);
             hopper::wgmma_wait<0>();
 #pragma unroll
             for (int m = 0; m < M_BLOCKS; ++m) hopper::keep(acc[m]);
@@ -280,7 +304,7 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
             if constexpr (SPLIT > 1)
                 reduce_tile(problem, to, tile, ring.base, acc);
             else
-                write_tile(problem, to, tile, first_row, acc);
+                write_tile(problem, to, tile, first_row + lane / 4, acc, coming);
         }
         if constexpr (MULTICAST) hopper::cluster_sync();  // the other block may still signal here
     }

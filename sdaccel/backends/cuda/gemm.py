@@ -104,7 +104,6 @@ def best_tiles(
 
 
 def _all(device: Device, heights: tuple[int, ...], activation: str) -> Iterator[Tile]:
-    most = 192 if activation == "none" else 160  # accumulators of a thread that leave room for the rest
     for m in heights:
         for n in range(64, 257, 32):
             if activation == "geglu" and n % 64:
@@ -114,7 +113,7 @@ def _all(device: Device, heights: tuple[int, ...], activation: str) -> Iterator[
                 continue
             for pingpong in (False, True):
                 registers = m // (64 if pingpong else 128) * n // 2
-                if not 0 < registers <= most:
+                if not 0 < registers <= 192:
                     continue
                 for multicast in (False, True):
                     yield Tile(m, n, stages, pingpong, multicast)

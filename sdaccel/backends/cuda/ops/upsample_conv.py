@@ -3,8 +3,8 @@
 x [B, C, H, W], weight [O, C, 3, 3], bias [O], result [B, O, *sides]; sides = (2 H or 2 H - 1, 2 W or 2 W - 1). Images
 and weight with the channels innermost (torch.channels_last).
 
-Where both sides double, output pixels of one parity (row, column) see each pixel of x through a 2 x 2 kernel, the sums
-of those taps that fall on the same pixel: four small convolutions of x, 4 / 9 of the arithmetic, and nothing in between.
+Where both sides double, output pixels of one parity (row, column) see x through a 2 x 2 kernel, the sums of those taps
+that fall on the same pixel: four small convolutions of x, 4 / 9 of the arithmetic, and nothing in between.
 """
 
 from __future__ import annotations
