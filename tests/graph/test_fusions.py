@@ -1,40 +1,13 @@
 """Each fusion against the graph it came from, run by ONNX Runtime, and the reasons for which it does not fire."""
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from sdaccel.graph import for_onnxruntime
 from sdaccel.graph.fusions import attention, noops
+from tests.graph.small import model, normal, ops, run
 from tests.tolerances import EXPORT_MAX_ABS, GROUP_NORM_MAX_ABS
-
-HEADER = '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>'
-
-
-def model(text: str, **weights: np.ndarray) -> ir.Model:
-    proto = onnx.parser.parse_model(HEADER + text)
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
-    return ir.from_proto(onnx.shape_inference.infer_shapes(proto))
-
-
-def run(graph: ir.Model, **inputs: np.ndarray) -> np.ndarray:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(ir.to_proto(graph).SerializeToString(), options)
-    return session.run(None, inputs)[0]
-
-
-def ops(graph: ir.Model) -> list[str]:
-    """The operators left once what nobody reads any more is gone."""
-    noops.fuse(graph)
-    return [node.op_type for node in graph.graph]
-
-
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
 
 
 def attention_model(perm: str = "[0, 2, 1, 3]", causal: int = 0) -> ir.Model:
@@ -71,6 +44,14 @@ def test_attention_says_why_it_does_not_fuse():
     outcome = attention.fuse(attention_model(perm="[0, 2, 3, 1]"))
     assert outcome.fired == 0
     assert list(outcome.refused) == ["an input is not split into heads by Reshape and Transpose"]
+
+
+def test_attention_that_caps_its_scores_is_left_alone():
+    graph = model(
+        """g (float[b, 3, s, 8] q, float[b, 3, t, 8] k, float[b, 3, t, 8] v) => (float[b, 3, s, 8] y)
+        { y = Attention<softcap=5.0>(q, k, v) }"""
+    )
+    assert list(attention.fuse(graph).refused) == ["it caps its scores"]
 
 
 def test_attention_with_a_mask_is_left_alone():

@@ -65,13 +65,15 @@ def size_of(model: ir.Model, wanted: Dims | None, before: ir.Node) -> ir.Value |
 def _norm_the_image(norm: ir.Node) -> None:
     """A norm of an image that was flattened first → the norm of the image, flattened."""
     flatten = producer(norm.inputs[0], "Reshape")
-    image = symbols(flatten.inputs[0]) if flatten is not None else None
-    flat = symbols(norm.inputs[0])
-    if flatten is None or image is None or flat is None or len(image) != 4 or len(flat) != 3 or flat[:2] != image[:2]:
+    source = flatten.inputs[0] if flatten is not None else None
+    image, flat = symbols(source), symbols(norm.inputs[0])
+    if flatten is None or source is None or image is None or flat is None:
         return
-    fused = ir.node("GroupNormalization", [flatten.inputs[0], *norm.inputs[1:]], ops.plain_attributes(norm))
+    if (len(image), len(flat)) != (4, 3) or flat[:2] != image[:2]:
+        return
+    fused = ir.node("GroupNormalization", [source, *norm.inputs[1:]], ops.plain_attributes(norm))
     normal = fused.outputs[0]
-    normal.shape, normal.type = flatten.inputs[0].shape, norm.outputs[0].type  # type: ignore[union-attr]
+    normal.shape, normal.type = source.shape, source.type
     again = ir.node("Reshape", [normal, flatten.inputs[1]], ops.plain_attributes(flatten))
     fused.name, again.name = norm.name, flatten.name
     substitute(norm.outputs, again.outputs, [fused, again])
