@@ -107,7 +107,7 @@ SDACCEL_DEVICE void gather(const float (&d)[TILE_N / 2], int u, int half, bool g
 
 // Registers left beside the accumulators: for what a thread adds to a row on its way while others are worked on, or none.
 constexpr bool EARLY = M_BLOCKS * TILE_N / 2 + UNITS * 4 <= 200;
-constexpr bool EARLIER = M_BLOCKS * TILE_N / 2 + UNITS * 8 <= 200;
+constexpr bool EARLIER = M_BLOCKS * TILE_N / 2 + UNITS * 8 <= 190;
 
 struct Coming {
     Row row;
