@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sdaccel.backends.cuda.gemm import HEIGHTS, THREADS, Tile, aligned, best_tiles, can_run
 from sdaccel.backends.cuda.launch import Device, Kernel, TensorMap, kernel
-from sdaccel.backends.cuda.ops import linear
+from sdaccel.backends.cuda.ops import conv_cudnn, linear
 from sdaccel.backends.cuda.ops.layout import empty_image
 from sdaccel.backends.cuda.tactic import Tactic
 
@@ -53,7 +53,7 @@ def tactics(
     activation: str = "none",
 ) -> list[Tactic]:
     call = Call(x, weight, bias, residual, x2, add, stride, padding, activation)
-    return [*_as_linear(device, call), *_ours(device, call), *_torch(call)]
+    return [*_as_linear(device, call), *_ours(device, call), *conv_cudnn.tactics(call), *_torch(call)]
 
 
 @dataclass(frozen=True, eq=False)
