@@ -5,11 +5,13 @@ fused row of queries, keys and values), result [B, S, heads · D] contiguous. ``
 own place, counted from the first.
 
 Tactics: torch's own four (cuDNN, flash, memory-efficient, plain); ``cross``, for few keys, with all of them in shared
-memory; ``gemm``, for one wide head (the VAE's), with scores of some query rows at a time.
+memory; ``flash-wgmma`` (sm_90) and ``flash-mma``, for many keys, with a running maximum; ``gemm``, for one wide head (the
+VAE's), with scores of some query rows at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdaccel.backends.cuda.launch import Device, Long, TensorMap, kernel
+from sdaccel.backends.cuda.ops import softmax
 from sdaccel.backends.cuda.tactic import Tactic
 
 SCORES_BYTES = 256 << 20
@@ -50,8 +53,9 @@ def tactics(
     of_torch = list(_torch(q, k, v, heads, scale, causal))
     if causal or scale <= 0:
         return of_torch
-    first = [*_cross(device, q, k, v, heads, scale), *_gemm(q, k, v, heads, scale)]
-    return [*first, *of_torch, *_flash_sm90(device, q, k, v, heads, scale)]
+    first = [*_cross(device, q, k, v, heads, scale), *_gemm(device, q, k, v, heads, scale)]
+    flash = [*_flash_sm90(device, q, k, v, heads, scale), *_flash_sm80(device, q, k, v, heads, scale)]
+    return [*first, *of_torch, *flash]
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
@@ -168,12 +172,11 @@ def _run_cross(device: Device, parameters: Cross, q: Tensor, k: Tensor, v: Tenso
     head_dim, keys = width // heads, k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     run = kernel("cross_attention.cu", "cross_attention", parameters.defines(q.dtype, head_dim, keys))
-    strides = [s for x in (q, k, v) for s in (x.stride(1), Long(x.stride(0)))]
     shared = parameters.shared(head_dim, keys)
     run(
         (parameters.blocks_a_head(device, batch * heads, queries, shared), heads, batch),
         32 * parameters.warps,
-        (q, k, v, out, queries, keys, *strides, scale * math.log2(math.e)),
+        (q, k, v, out, queries, keys, *_strides(q, k, v), scale * math.log2(math.e)),
         shared=shared,
         pdl=device.capability >= (9, 0),
     )
@@ -212,7 +215,7 @@ class FlashSm90:
 
     def __str__(self) -> str:
         return (
-            f"flash<warpgroups={self.warpgroups},keys={self.keys},stages={self.stages},turns={int(self.turns)},"
+            f"flash-wgmma<warpgroups={self.warpgroups},keys={self.keys},stages={self.stages},turns={int(self.turns)},"
             f"polynomial={self.polynomial}>"
         )
 
@@ -299,36 +302,108 @@ def _map(x: Tensor, heads: int, rows: int) -> TensorMap:
     return TensorMap.tiled(x, (head_dim, heads, length, batch), strides, (64, 1, rows, 1))
 
 
-# --- one wide head ----------------------------------------------------------------------------------------------------
+# --- many keys, sm_80 and later ---------------------------------------------------------------------------------------
 
 
-def _gemm(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
-    if heads > 1 or not q.is_cuda or q.dtype not in _ELEMENTS:
+@dataclass(frozen=True)
+class FlashSm80:
+    """How kernels/flash_attention_sm80.cu is cut."""
+
+    warps: int
+    """a block"""
+    tiles: int
+    """of 16 query rows that a warp holds at once"""
+    keys: int
+    """a tile"""
+    blocks: int
+    """that share a multiprocessor"""
+
+    def __str__(self) -> str:
+        return f"flash-mma<warps={self.warps},tiles={self.tiles},keys={self.keys},blocks={self.blocks}>"
+
+    def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
+        return {
+            "SDACCEL_T": _ELEMENTS[dtype],
+            "HEAD_DIM": head_dim,
+            "KEYS": self.keys,
+            "WARPS": self.warps,
+            "TILES": self.tiles,
+            "MIN_BLOCKS": self.blocks,
+        }
+
+    def shared(self, head_dim: int) -> int:
+        """bytes: two tiles of keys and of values"""
+        return 4 * self.keys * (head_dim + 8 * (head_dim // 8 | 1))
+
+
+def flash_sm80_parameters(head_dim: int) -> list[FlashSm80]:
+    """The heuristic's choice first."""
+    if head_dim <= 64:
+        return [FlashSm80(4, 2, 64, 2), FlashSm80(4, 1, 64, 3)]
+    return [FlashSm80(4, 1, 64, 2)]
+
+
+def _flash_sm80(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
+    head_dim = q.shape[-1] // heads
+    if device.capability < (8, 0) or not _fits(q, k, v, head_dim):
         return
-    yield Tactic("gemm<scores=float32>", partial(_run_gemm, q, k, v, scale, torch.float32))
-    yield Tactic(f"gemm<scores={_ELEMENTS[q.dtype]}>", partial(_run_gemm, q, k, v, scale, q.dtype))
+    for parameters in flash_sm80_parameters(head_dim):
+        if parameters.shared(head_dim) <= device.shared_per_block:
+            yield Tactic(str(parameters), partial(_run_flash_sm80, device, parameters, q, k, v, heads, scale))
 
 
-def _run_gemm(q: Tensor, k: Tensor, v: Tensor, scale: float, scores: torch.dtype) -> Tensor:
-    """Scores, softmax and sum of as many query rows at a time as fit `SCORES_BYTES`."""
-    batch, queries, _ = q.shape
+def _run_flash_sm80(
+    device: Device, parameters: FlashSm80, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float
+) -> Tensor:
+    batch, queries, width = q.shape
+    head_dim = width // heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    rows = max(1, SCORES_BYTES // (scores.itemsize * batch * k.shape[1]))
-    rows = -(-queries // -(-queries // rows))  # equal parts
-    rows = min(queries, -(-rows // 128) * 128)
-    nothing = torch.empty(1, 1, 1, dtype=q.dtype, device=q.device)
-    for start in range(0, queries, rows):
-        part = q[:, start : start + rows]
-        if scores == q.dtype:
-            weights = torch.baddbmm(nothing, part, k.mT, beta=0, alpha=scale).softmax(-1)
-        else:
-            weights = _softmax(torch.bmm(part, k.mT, out_dtype=scores), scale, q.dtype)
-        torch.bmm(weights, v, out=out[:, start : start + rows])
+    run = kernel("flash_attention_sm80.cu", "flash_attention_sm80", parameters.defines(q.dtype, head_dim))
+    run(
+        (-(-queries // (16 * parameters.tiles * parameters.warps)), heads, batch),
+        32 * parameters.warps,
+        (q, k, v, out, queries, k.shape[1], *_strides(q, k, v), scale * math.log2(math.e)),
+        shared=parameters.shared(head_dim),
+        pdl=device.capability >= (9, 0),
+    )
     return out
 
 
-def _softmax(scores: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    return scores.mul_(scale).softmax(-1).to(dtype)
+def _strides(*tensors: Tensor) -> list[int | Long]:
+    return [stride for x in tensors for stride in (x.stride(1), Long(x.stride(0)))]
+
+
+# --- one wide head ----------------------------------------------------------------------------------------------------
+
+
+def _gemm(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
+    if heads > 1 or not q.is_cuda or q.dtype not in _ELEMENTS:
+        return
+    for scores, limit in itertools.product((torch.float32, q.dtype), (SCORES_BYTES, SCORES_BYTES // 8)):
+        rows = _rows_at_a_time(q.shape[1], scores.itemsize * q.shape[0] * k.shape[1], limit)
+        if limit == SCORES_BYTES or rows < q.shape[1]:
+            name = f"gemm<scores={str(scores).removeprefix('torch.')},megabytes={limit >> 20}>"
+            yield Tactic(name, partial(_run_gemm, device, q, k, v, scale, scores, rows))
+
+
+def _rows_at_a_time(queries: int, row_bytes: int, limit: int) -> int:
+    """Parts of nearly the same size, in whole tiles of 128 rows, whose scores take about ``limit`` bytes at most."""
+    parts = -(-queries * row_bytes // limit)
+    return min(queries, -(-queries // (parts * 128)) * 128)
+
+
+def _run_gemm(device: Device, q: Tensor, k: Tensor, v: Tensor, scale: float, scores: torch.dtype, rows: int) -> Tensor:
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    nothing = torch.empty(1, 1, 1, dtype=q.dtype, device=q.device)
+    for start in range(0, q.shape[1], rows):
+        part = q[:, start : start + rows]
+        if scores == q.dtype:  # scaled before it is rounded: large scores stay in range
+            raw, left = torch.baddbmm(nothing, part, k.mT, beta=0, alpha=scale), 1.0
+        else:
+            raw, left = torch.bmm(part, k.mT, out_dtype=scores), scale
+        weights = softmax.tactics(device, raw, scale=left, dtype=q.dtype)[0].run()
+        torch.bmm(weights, v, out=out[:, start : start + rows])
+    return out
 
 
 # --- for the tests that compile everything ----------------------------------------------------------------------------
@@ -355,5 +430,10 @@ VARIANTS: list[tuple[object, ...]] = [
             (torch.bfloat16, 160, 256),
         )
         for parameters in flash_sm90_parameters(head_dim, queries)[:2]
+    ),
+    *(
+        ("flash_attention_sm80.cu", "flash_attention_sm80", parameters.defines(dtype, head_dim), (8, 0))
+        for dtype, head_dim in ((torch.float16, 40), (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 160))
+        for parameters in flash_sm80_parameters(head_dim)
     ),
 ]
