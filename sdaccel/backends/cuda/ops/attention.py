@@ -5,8 +5,8 @@ fused row of queries, keys and values), result [B, S, heads · D] contiguous. ``
 own place, counted from the first.
 
 Tactics: torch's own four (cuDNN, flash, memory-efficient, plain); ``cross``, for few keys, with all of them in shared
-memory; ``flash-wgmma`` (sm_90) and ``flash-mma``, for many keys, with a running maximum; ``gemm``, for one wide head (the
-VAE's), with scores of some query rows at a time.
+memory; ``flash-wgmma`` (sm_90) and ``flash-mma``, for many keys, with a running maximum; ``gemm``, for one wide head
+(the VAE's), with scores of some query rows at a time.
 """
 
 from __future__ import annotations
@@ -410,30 +410,23 @@ def _run_gemm(device: Device, q: Tensor, k: Tensor, v: Tensor, scale: float, sco
 
 VARIANTS: list[tuple[object, ...]] = [
     *(
-        ("cross_attention.cu", "cross_attention", parameters.defines(dtype, head_dim, keys), (8, 0))
-        for dtype, head_dim, keys, queries in (
-            (torch.float16, 64, 77, 4096),
-            (torch.bfloat16, 64, 231, 1024),
-            (torch.float16, 40, 77, 4096),
-            (torch.float16, 80, 77, 1024),
-            (torch.bfloat16, 160, 154, 256),
-            (torch.float16, 160, 231, 64),
+        ("cross_attention.cu", "cross_attention", how.defines(dtype, head_dim, keys), (8, 0))
+        for dtype, head_dim, keys, how in (
+            (torch.float16, 64, 77, Cross(8, 1, 2)),
+            (torch.float16, 40, 77, Cross(8, 2, 1)),
+            (torch.bfloat16, 160, 231, Cross(4, 1, 2)),
         )
-        for parameters in cross_parameters(head_dim, keys, queries)[:2]
     ),
     *(
-        ("flash_attention_sm90.cu", "flash_attention", parameters.defines(dtype, head_dim), (9, 0), "90a")
-        for dtype, head_dim, queries in (
-            (torch.float16, 40, 4096),
-            (torch.bfloat16, 64, 1024),
-            (torch.float16, 80, 1024),
-            (torch.bfloat16, 160, 256),
+        ("flash_attention_sm80.cu", "flash_attention_sm80", how.defines(dtype, head_dim), (8, 0))
+        for dtype, head_dim, how in (
+            (torch.float16, 64, FlashSm80(4, 2, 64, 2)),
+            (torch.bfloat16, 160, FlashSm80(4, 1, 64, 2)),
         )
-        for parameters in flash_sm90_parameters(head_dim, queries)[:2]
     ),
     *(
-        ("flash_attention_sm80.cu", "flash_attention_sm80", parameters.defines(dtype, head_dim), (8, 0))
+        ("flash_attention_sm90.cu", "flash_attention", how.defines(dtype, head_dim), (9, 0), "90a")
         for dtype, head_dim in ((torch.float16, 40), (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 160))
-        for parameters in flash_sm80_parameters(head_dim)
+        for how in flash_sm90_parameters(head_dim, 4096)[:2]
     ),
 ]
