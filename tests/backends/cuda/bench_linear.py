@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -46,10 +47,15 @@ SHAPES = {
 def compile_all(file: str, tactics: list[Tactic], device: Device) -> None:
     """On all cores, before anything is timed."""
     found = [t.run.defines for t in tactics if hasattr(t.run, "defines")]
-    unique = {tuple(sorted(defines.items())): defines for defines in found}
-    source = nvrtc.Source.read(file)
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda defines: CACHE.get(source, defines, device.arch), unique.values()))
+    unique = list({tuple(sorted(defines.items())): defines for defines in found}.values())
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        cubins = pool.map(_cubin, [file] * len(unique), unique, [device.arch] * len(unique))
+        for defines, cubin in zip(unique, cubins, strict=True):
+            CACHE.add(nvrtc.key(nvrtc.Source.read(file), defines, device.arch), cubin)
+
+
+def _cubin(file: str, defines: nvrtc.Defines, arch: str) -> bytes:
+    return nvrtc.compile(nvrtc.Source.read(file), defines, arch).data
 
 
 def report(name: str, operations: float, moved: float, tactics: list[Tactic], flush: torch.Tensor) -> None:
