@@ -103,6 +103,11 @@ def check(run: Callable[[], torch.Tensor], expected: torch.Tensor, dtype: torch.
     return None if off < GEMM_REL[dtype] else f"{off:.1e}: {where_wrong(result, expected)}"
 
 
+def assert_right(run: Callable[[], torch.Tensor], expected: torch.Tensor, dtype: torch.dtype) -> None:
+    if problem := check(run, expected, dtype):
+        raise AssertionError(problem)
+
+
 def check_all(*tensors: torch.Tensor | None, activation: str = "none") -> list[str]:
     """Runs every tactic and returns their names."""
     up = [None if x is None else x.double() for x in tensors[:5]]
@@ -138,10 +143,9 @@ def test_every_tile(tile: Tile, shape: tuple[int, int, int]) -> None:
     x, (weight, bias) = make(rows, k), layer(n, k, torch.float16)
     residual = make(rows, n)
     for _ in range(3):
-        problem = check(launch(tile, x, weight), linear.reference(x.double(), weight.double()), x.dtype)
-        assert problem is None
+        assert_right(launch(tile, x, weight), linear.reference(x.double(), weight.double()), x.dtype)
     expected = linear.reference(*(t.double() for t in (x, weight, bias, residual)))
-    assert check(launch(tile, x, weight, bias, residual), expected, x.dtype) is None
+    assert_right(launch(tile, x, weight, bias, residual), expected, x.dtype)
 
 
 @hopper
@@ -152,7 +156,7 @@ def test_every_tile_geglu(tile: Tile, shape: tuple[int, int, int]) -> None:
     rows, n, k = shape
     x, (weight, bias) = make(rows, k), layer(2 * n, k, torch.float16)
     expected = linear.reference(x.double(), weight.double(), bias.double(), activation="geglu")
-    assert check(launch(tile, x, weight, bias, activation="geglu"), expected, x.dtype) is None
+    assert_right(launch(tile, x, weight, bias, activation="geglu"), expected, x.dtype)
 
 
 @pytest.mark.gpu
@@ -207,7 +211,7 @@ def test_flag(rows: int) -> None:
         flag.fill_(1)
         graph.replay()
         expected = linear.reference(x.double(), weight.double(), bias.double())
-        assert check(lambda result=result: result, expected, x.dtype) is None
+        assert_right(lambda result=result: result, expected, x.dtype)
         flag.fill_(0)
         result.fill_(7)
         graph.replay()
