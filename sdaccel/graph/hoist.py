@@ -6,9 +6,6 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-PROMPT_INPUTS = ("encoder_hidden_states", "y")
-"""The UNet's inputs that stay the same from step to step."""
-
 
 def invariant(model: ir.Model, inputs: Collection[str]) -> list[str]:
     """Names of the nodes that depend on no other graph input than ``inputs``, in an order in which they can run.
