@@ -5,8 +5,8 @@ body, so that ONNX Runtime runs the same graph. Images are [B, C, H, W], tokens 
 backend's. Weights are the file's own, by name, never transposed or folded.
 
 An input in brackets may be left out (an empty name; trailing ones are cut off). Attributes are always present.
-A node has the name of its weight's layer. Its ``overload`` names its form: the optional inputs that are present, in the order below, then the activation,
-joined by "+": "bias+residual", "silu", "".
+A node has the name of its weight's layer. Its ``overload`` names its form: the optional inputs that are present, in the
+order below, then the activation, joined by "+": "bias+residual", "silu", "".
 
     GroupNorm(x, scale [C], bias [C], [x2], [add]) → y
         num_groups, epsilon, activation: none | silu.
