@@ -29,7 +29,7 @@ from sdaccel.doctor import cpu_name
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ProfileError, SettingError
-from sdaccel.export.components import component_spec, source_of
+from sdaccel.export.components import component_spec
 from sdaccel.profile import ImageProfile, choose
 
 Progress = Callable[[str, float], None]
@@ -169,13 +169,9 @@ def find_engine(
     checkpoint: Any, store: Store, backend: Backend, component: str, image: ImageProfile
 ) -> tuple[Entry, int, dict[str, int]]:
     """(engine, profile number, axis sizes) that runs the opt of ``image``, chosen as at run time."""
-    entries = store.find_engines(
-        component=component,
-        weights=checkpoint.components[source_of(component)].content_hash,
-        backend=backend.name,
-        device=backend.device(),
-        versions=backend.versions(),
-    )
+    from sdaccel.builder import engines_here
+
+    entries = engines_here(checkpoint, component, backend, store)
     shape = image.for_component(component, checkpoint.vae_factor).opt()
     candidates = [(entry, number) for entry in entries for number in range(len(entry.engine.profiles))]
     try:
@@ -232,7 +228,7 @@ def _bench_component(
     with torch.inference_mode():
         error = _difference(calls["torch"](), calls["engine"](), [spec.name for spec in engine.outputs])
         times = interleaved(calls, repeats, warmup)
-        often = max(repeats, 25) if times["engine"].median < 300 else repeats
+        often = max(repeats, min(100, int(5000 / times["engine"].median)))
         ratios = _overhead(module, loaded, entry, store, backend, inputs, often) if overhead else None
     return ComponentBench(engine.component, entry.key, dict(shape), times, error, ratios)
 
@@ -282,6 +278,7 @@ class _Host:
 
     def __init__(self, unet: Any):
         self.unet = unet
+        self.scheduler = self  # it is only locked
 
 
 def _overhead(
@@ -293,7 +290,7 @@ def _overhead(
     inputs: Mapping[str, torch.Tensor],
     repeats: int,
 ) -> dict[str, Times] | None:
-    """The UNet called as a pipeline calls it, against its ONNX Runtime session called directly."""
+    """The UNet called from inside a call of its pipeline, against its ONNX Runtime session called directly."""
     from sdaccel.integrations.diffusers import Accelerated
     from sdaccel.runtime import ExecutionContext
 
@@ -312,7 +309,7 @@ def _overhead(
             "swap": lambda: module.unet(sample, timestep, encoder_hidden_states=text, return_dict=False),
             "session": lambda: session.run(None, arrays),
         }
-        return interleaved(calls, repeats, 1)
+        return host.generate(lambda: interleaved(calls, repeats, 1), careful=False)
     finally:
         host.detach()
 

@@ -90,27 +90,43 @@ def buildable_components(checkpoint: Checkpoint, wanted: Collection[str] | None 
     ]
 
 
+def engines_here(checkpoint: Checkpoint, component: str, backend: Backend, store: Store) -> list[Entry]:
+    """The engines of ``component`` that run on this machine, of any precision and profiles, newest first.
+
+    They are what a build would make today: of these weights, by this exporter, for this device and these versions.
+    Raises ExportError for a component that no build takes.
+    """
+    return store.find_engines(**_identity(checkpoint, component, backend))
+
+
+def _identity(checkpoint: Checkpoint, component: str, backend: Backend) -> dict[str, Any]:
+    """The part of an engine's identity that nobody chooses."""
+    from sdaccel.export.components import source_of
+    from sdaccel.export.to_onnx import architecture_hash
+
+    source = checkpoint.components[source_of(component)]
+    return {
+        "component": component,
+        "architecture": architecture_hash(component, source.config),
+        "weights": source.content_hash,
+        "backend": backend.name,
+        "device": backend.device(),
+        "versions": backend.versions(),
+    }
+
+
 def _build_component(
     checkpoint: Checkpoint, component: str, config: BuilderConfig, backend: Backend, store: Store, progress: Progress
 ) -> Entry:
     from sdaccel.export.components import source_of
-    from sdaccel.export.to_onnx import GRAPH_FILE, architecture_hash, bind_weights, publish_graph
+    from sdaccel.export.to_onnx import GRAPH_FILE, bind_weights, publish_graph
 
     source = checkpoint.components[source_of(component)]
     image_profiles = config.profiles or (ImageProfile.native(checkpoint.native_side),)
     profiles = tuple(dict.fromkeys(image.for_component(component, checkpoint.vae_factor) for image in image_profiles))
     precision = backend.check_precision(config.precision)
     progress(f"{component}: reading weights", 0.0)
-    identity: dict[str, Any] = {
-        "component": component,
-        "architecture": architecture_hash(component, source.config),
-        "weights": source.content_hash,
-        "precision": precision,
-        "backend": backend.name,
-        "profiles": profiles,
-        "device": backend.device(),
-        "versions": backend.versions(),
-    }
+    identity = _identity(checkpoint, component, backend) | {"precision": precision, "profiles": profiles}
 
     def fill(draft: Draft) -> dict[str, Any]:
         start = time.monotonic()
@@ -214,4 +230,4 @@ def _part(progress: Progress, begin: float, share: float, prefix: str = "") -> P
     return report
 
 
-__all__ = ["BuilderConfig", "build", "build_engines", "buildable_components"]
+__all__ = ["BuilderConfig", "build", "build_engines", "buildable_components", "engines_here"]

@@ -184,14 +184,12 @@ def _missing(
 ) -> list[str]:
     """The components without an engine for images of this size, on this machine as it is now."""
     from sdaccel.backends.base import pick_backend
-    from sdaccel.export.components import source_of
+    from sdaccel.builder import engines_here
 
     chosen = pick_backend(backend)
-    here = {"backend": chosen.name, "device": chosen.device(), "versions": chosen.versions()}
 
     def held(component: str) -> bool:
-        weights = checkpoint.components[source_of(component)].content_hash
-        engines = store.find_engines(component=component, weights=weights, **here)
+        engines = engines_here(checkpoint, component, chosen, store)
         images = [image for entry in engines for image in entry.engine.image_profiles]
         return any(width in image.width and height in image.height for image in images) or (
             component.startswith("text_encoder") and bool(engines)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from sdaccel.backends.base import Backend, LoadedEngine
@@ -20,6 +21,9 @@ from sdaccel.engine.manifest import TensorSpec
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ProfileError, UnsupportedCall
 from sdaccel.profile import OptimizationProfile, choose
+
+# Values that BLAS sums in one thread.
+SMALL = 10_000
 
 FALLBACK_ERRORS = (UnsupportedCall, ProfileError, EngineBroken, EngineNotFound, BackendError)
 
@@ -155,16 +159,10 @@ class ExecutionContext:
             for index, profile in enumerate(entry.engine.profiles)
         ]
         self._specs = {spec.name: spec for entry in self.engines[:1] for spec in entry.engine.inputs}
-        self._chosen: dict[tuple[tuple[str, int], ...], Candidate] = {}
+        self._chosen: dict[tuple[tuple[str, torch.Size], ...], Candidate] = {}
         self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
         self._broken: dict[str, Exception] = {}
         self._lock = threading.RLock()
-
-    @property
-    def inputs(self) -> frozenset[str]:
-        """Names of the inputs that every engine here takes."""
-        sets = [{spec.name for spec in entry.engine.inputs} for entry in self.engines]
-        return frozenset(set.intersection(*sets)) if sets else frozenset()
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], report: RunReport, outputs: Collection[str] | None = None
@@ -197,10 +195,10 @@ class ExecutionContext:
                 self._broken[candidate.entry.key] = EngineBroken(f"{candidate.entry.path} cannot be read: {error}.")
 
     def _choose(self, inputs: Mapping[str, torch.Tensor]) -> Candidate:
-        sizes = axis_sizes(self.component, self._specs, inputs)
-        asked = tuple(sizes.items())
+        asked = tuple((name, tensor.shape) for name, tensor in inputs.items())
         known = self._chosen.get(asked)
         if known is None or known.entry.key in self._broken:
+            sizes = axis_sizes(self.component, self._specs, inputs)
             alive = [candidate for candidate in self.candidates if candidate.entry.key not in self._broken]
             if not alive:
                 raise next(iter(self._broken.values()))
@@ -237,11 +235,20 @@ def axis_sizes(component: str, specs: Mapping[str, TensorSpec], inputs: Mapping[
 
 def unusable(tensor: torch.Tensor) -> str | None:
     """Why ``tensor`` cannot be a result (NaN, infinite, constant); None if it can."""
-    if tensor.numel() < 2:
+    if tensor.numel() < 2 or _clearly_usable(tensor):
         return None
-    low, high = (float(value) for value in tensor.detach().aminmax())
+    low, high = torch.stack(tensor.detach().aminmax()).tolist()
     if math.isnan(low) or math.isnan(high):
         return "NaN"
     if math.isinf(low) or math.isinf(high):
         return "infinite values"
     return f"the constant {low:g}" if low == high else None
+
+
+def _clearly_usable(tensor: torch.Tensor) -> bool:
+    """Whether one sum tells that all values are finite and two of them differ: cheaper than torch for a few values."""
+    small = tensor.numel() <= SMALL and tensor.is_cpu and tensor.dtype is torch.float32 and not tensor.requires_grad
+    if not small:
+        return False
+    values = tensor.numpy()
+    return math.isfinite(np.vdot(values, values)) and values.item(0) != values.item(-1)

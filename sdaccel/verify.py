@@ -12,7 +12,6 @@ from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ExportError
-from sdaccel.export.components import source_of
 from sdaccel.generate import Request, generate, open_pipeline
 from sdaccel.profile import SIDE_STEP, OptimizationProfile
 from sdaccel.quality import max_abs_error, psnr
@@ -113,12 +112,12 @@ def verify(
     size: (width, height) in pixels of the image; default: the smallest that the UNet's engines take.
     Raises EngineNotFound if there is no engine, EngineBroken if one was damaged.
     """
-    from sdaccel.builder import buildable_components
+    from sdaccel.builder import buildable_components, engines_here
 
     chosen = pick_backend(backend)
     wanted = buildable_components(checkpoint, components or None)
     report = progress or (lambda stage, fraction: None)
-    engines = {name: _engines(checkpoint, store, chosen, name) for name in wanted}
+    engines = {name: engines_here(checkpoint, name, chosen, store) for name in wanted}
     if not any(engines.values()):
         raise EngineNotFound(
             f"the store {store.root} has no engine of {checkpoint.name} for this machine.",
@@ -138,16 +137,6 @@ def verify(
         result.image = _check_image(checkpoint, store, chosen, have, request, tokenizer, report)
     report("done", 1.0)
     return result
-
-
-def _engines(checkpoint: Any, store: Store, backend: Backend, component: str) -> list[Entry]:
-    return store.find_engines(
-        component=component,
-        weights=checkpoint.components[source_of(component)].content_hash,
-        backend=backend.name,
-        device=backend.device(),
-        versions=backend.versions(),
-    )
 
 
 def shapes_of(component: str, profiles: Sequence[OptimizationProfile]) -> list[dict[str, int]]:

@@ -316,22 +316,29 @@ def _vae_spec(component: str, config: dict[str, Any]) -> ComponentSpec:
         axes={axis: (source.name, dim) for axis, dim in zip(axes, (0, 2, 3), strict=True)},
         example=example,
         shapes=tuple(pixels),
-        _build=_Decoder.build if decode else _Encoder.build,
+        _build=_build_decoder if decode else _build_encoder,
     )
 
 
-class _Decoder(nn.Module):
+def _build_decoder(config: Mapping[str, Any]) -> nn.Module:
+    vae = _vae_class()(**config)
+    vae.encoder = vae.quant_conv = None
+    return _Decoder(vae)
+
+
+def _build_encoder(config: Mapping[str, Any]) -> nn.Module:
+    vae = _vae_class()(**config)
+    vae.decoder = vae.post_quant_conv = None
+    return _Encoder(vae)
+
+
+class _Half(nn.Module):
     def __init__(self, vae: nn.Module):
         super().__init__()
         self.vae = vae
 
-    @classmethod
-    def build(cls, config: Mapping[str, Any]) -> nn.Module:
-        vae = _vae_class()(**config)
-        del vae.encoder
-        vae.quant_conv = None
-        return cls(vae)
 
+class _Decoder(_Half):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
         (latents,) = tensors
         if self.vae.post_quant_conv is not None:
@@ -339,18 +346,7 @@ class _Decoder(nn.Module):
         return (self.vae.decoder(latents),)
 
 
-class _Encoder(nn.Module):
-    def __init__(self, vae: nn.Module):
-        super().__init__()
-        self.vae = vae
-
-    @classmethod
-    def build(cls, config: Mapping[str, Any]) -> nn.Module:
-        vae = _vae_class()(**config)
-        del vae.decoder
-        vae.post_quant_conv = None
-        return cls(vae)
-
+class _Encoder(_Half):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
         (image,) = tensors
         moments = self.vae.encoder(image)

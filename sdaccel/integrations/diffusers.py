@@ -17,19 +17,17 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from sdaccel.backends.base import Backend, pick_backend
-from sdaccel.builder import BuilderConfig, build_engines, buildable_components
+from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, SettingError, UnsupportedCall
 from sdaccel.export.components import residual_layout, source_of
-from sdaccel.export.to_onnx import architecture_hash
 from sdaccel.integrations.watch import ModuleWatch
 from sdaccel.models.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile
@@ -108,28 +106,17 @@ def _engines(
 ) -> tuple[dict[str, list[Entry]], list[str]]:
     """The engines of each component that run here, built where that is asked for; and notes for the report."""
 
-    def fitting(component: str) -> list[Entry]:
-        source = checkpoint.components[source_of(component)]
-        return store.find_engines(
-            component=component,
-            architecture=architecture_hash(component, source.config),
-            weights=source.content_hash,
-            backend=backend.name,
-            device=backend.device(),
-            versions=backend.versions(),
-        )
-
     def covered(entries: Sequence[Entry]) -> bool:
         have = {profile for entry in entries for profile in entry.engine.image_profiles}
         return bool(entries) and have.issuperset(profiles)
 
-    found = {component: fitting(component) for component in components}
+    found = {component: engines_here(checkpoint, component, backend, store) for component in components}
     missing = [component for component, entries in found.items() if not covered(entries)]
     if missing and build == "if-missing":
         config = BuilderConfig(tuple(missing), profiles, None, backend.name)
         with terminal_progress() as bar:
             build_engines(checkpoint, config, store, progress or bar)
-        found = {component: fitting(component) for component in components}
+        found = {component: engines_here(checkpoint, component, backend, store) for component in components}
         missing = []
     return found, [f"{component} has no engine for all that was asked for." for component in missing]
 
@@ -137,8 +124,7 @@ def _engines(
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """Where one call goes: an accelerated pipeline's engines, its report, and what it wants of torch."""
 
     context: ExecutionContext
@@ -146,6 +132,8 @@ class Target:
     fallback: bool
     careful: bool
     """Other code runs between the calls (callbacks)."""
+    running: bool
+    """The pipeline is in a call, which began with a close look at its modules."""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None
@@ -240,6 +228,7 @@ class Accelerated:
                 for watch in {id(swap.watch): swap.watch for swap in self.swaps.values()}.values():
                     with watch.lock:
                         watch.look_closer()
+                        watch.unsettle()  # pipelines change modules before they first call them
                 result = call()
                 self._check_in_place(report)
                 return result
@@ -397,10 +386,9 @@ class Swap:
         owners = self._owners
         if not owners:
             return None
-        stack = _stack()
-        running = next((pair for owner in reversed(stack) for pair in owners if pair[0] is owner), owners[-1])
-        owner, context = running
-        return Target(context, owner.last_report, owner.fallback, owner.careful)
+        running = next((pair for owner in reversed(_stack()) for pair in owners if pair[0] is owner), None)
+        owner, context = running or owners[-1]
+        return Target(context, owner.last_report, owner.fallback, owner.careful, running is not None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = self._target()
@@ -408,7 +396,7 @@ class Swap:
             return self.original()(*args, **kwargs)
         with self.watch.lock:
             try:
-                reason = self.watch.reason(careful=target.careful) if _stack() else self.watch.look()
+                reason = self._changed(target)
                 if reason:
                     raise UnsupportedCall(f"{reason}.")
                 self._check(target, args, kwargs)
@@ -421,6 +409,15 @@ class Swap:
                 exact = not _has_half((args, kwargs)) and not any(p.dtype in HALF for p in self.module.parameters())
                 return self._usable(target, result, args, kwargs, final=exact)
             return self._usable(target, result, args, kwargs)
+
+    def _changed(self, target: Target) -> str | None:
+        """Why engines no longer stand for the module."""
+        if not target.running:
+            return self.watch.look()
+        module = self.module
+        hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+        wrapped = module.__dict__.get(self.method) is not self._replacement
+        return self.watch.reason(careful=target.careful or hooked or wrapped)
 
     def run(self, target: Target, /, *args: Any, **kwargs: Any) -> Any:
         """What the method returns, computed by an engine. Raises one of `FALLBACK_ERRORS`."""
@@ -437,14 +434,11 @@ class Swap:
         return result if isinstance(result, dict) else _cast(result, dtype)
 
     def _check(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        backend = target.context.backend
-        wanted = target.context.device
-        parameter = self.watch.first_weight()
-        if parameter.device.type != wanted:
-            raise UnsupportedCall(
-                f"the pipeline is on {parameter.device.type}, the backend {backend.name} on {wanted}."
-            )
-        if parameter.dtype == torch.float64:
+        watch, wanted = self.watch, target.context.device
+        if watch.device != wanted:
+            name = target.context.backend.name
+            raise UnsupportedCall(f"the pipeline is on {watch.device}, the backend {name} on {wanted}.")
+        if watch.dtype == torch.float64:
             raise UnsupportedCall("the module is float64, more than an engine computes in.")
         if torch.is_grad_enabled() and (
             any(tensor.requires_grad for tensor in _tensors((args, kwargs)))
@@ -561,7 +555,7 @@ class UNetSwap(Swap):
         batch = sample.shape[0]
         inputs = {
             "sample": sample,
-            "timestep": torch.as_tensor(timestep, device=sample.device).float().expand(batch),
+            "timestep": _timesteps(timestep, batch, sample.device),
             "encoder_hidden_states": encoder_hidden_states,
         }
         vector = self._vector(added_cond_kwargs or {})
@@ -570,7 +564,7 @@ class UNetSwap(Swap):
         if timestep_cond is not None:
             inputs["timestep_cond"] = timestep_cond
         inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
-        out = target.run(inputs)["sample_out"].to(sample.device, sample.dtype)
+        out = _like(target.run(inputs)["sample_out"], sample)
         if not return_dict:
             return (out,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
@@ -602,6 +596,26 @@ class UNetSwap(Swap):
         text, ids = added["text_embeds"], added["time_ids"]
         features = self.module.add_time_proj(ids.flatten()).reshape(text.shape[0], -1)  # type: ignore[operator]
         return torch.cat([text.float(), features.float()], dim=-1)
+
+
+def _timesteps(timestep: torch.Tensor | float | int, batch: int, device: torch.device) -> torch.Tensor:
+    """float32 [batch] on ``device``."""
+    number = not isinstance(timestep, torch.Tensor) or (timestep.is_cpu and not timestep.dim())
+    if number and device.type == "cpu":
+        return _constant(float(timestep), batch)
+    return torch.as_tensor(timestep, device=device).float().expand(batch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constant(value: float, batch: int) -> torch.Tensor:
+    """Schedulers come back to the same timesteps in every generation. Not to be written to."""
+    return torch.full((batch,), value)
+
+
+def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the device and in the dtype of ``other``, without a call into torch where it is so already."""
+    same = tensor.dtype is other.dtype and tensor.device == other.device
+    return tensor if same else tensor.to(other.device, other.dtype)
 
 
 def _need_tensors(**values: Any) -> None:

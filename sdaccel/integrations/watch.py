@@ -21,8 +21,8 @@ SAMPLES = 16
 
 # The share of the time that may go into looking at everything, and as much into reading weights whole.
 SHARE = 1 / 400
-# A glance looks at every so many'th weight.
-STRIDE = 64
+# A glance looks at every so many'th attention, at others each time.
+STRIDE = 4
 
 # They compute what plain scaled-dot-product attention computes; any other processor may not.
 PLAIN_PROCESSORS = frozenset(
@@ -83,37 +83,34 @@ class ModuleWatch:
     """Watches one module from the moment it is made.
 
     `reason` is asked at every call. A look at every module and weight takes milliseconds (they lie all over the
-    memory), so between two such looks it only glances: at attention, adapters, FreeU, hooks and a few weights.
-    Host programs change the rest between generations, each of which begins with `look_closer`.
+    memory), so for a while after one it only glances: at the module itself, its first weight, hooks, FreeU and, in
+    turn, some attentions and another weight. Host programs change the rest between generations, each of which begins
+    with `look_closer`, or before its first call (`unsettle`), or in code around the calls (``careful``).
     """
 
     def __init__(self, module: nn.Module):
         self.module = module
         self.lock = threading.RLock()
         """Held while the module runs: calls from several threads run one after the other."""
+        self.device, self.dtype = "", torch.float32
+        """Of its weights, at the last look."""
         self._foreign = _foreign_forward(module)
         self._parts = [_Part(name, part) for name, part in _own_parts(module)]
         self._root = self._parts[0]
         self._weights = [weight for part in self._parts for weight in part.weights()]
         self._classes = _methods(self._parts)
         self._adapter_layers: list[nn.Module] = []
-        self._trees = [
-            (part.module._modules, part.children)
-            for part in self._parts
-            if part is self._root or "processor" in part.module.__dict__
-        ]
-        self._processors = [
-            (part.module.__dict__, part.module.__dict__["processor"])
-            for part in self._parts
-            if "processor" in part.module.__dict__
-        ]
+        self._attentions = [part for part in self._parts if hasattr(part.module, "processor")]
         self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
         for weight in self._weights:
             weight.remember()
         self._looked = self._looked_closer = -math.inf
         self._cost = self._closer_cost = 0.0
+        self._glances = 0
         self._settled = False
-        """The last look found nothing different at all: a glance will do for a while."""
+        """The last look found nothing different inside the module: a glance will do for a while."""
+        self._root_state: dict[str, Any] = {}
+        """The module's own attributes at the last look: swaps and hooks among them, which it is free to have."""
         self.look_closer()
 
     def adapters(self) -> list[str]:
@@ -127,10 +124,14 @@ class ModuleWatch:
     def reason(self, *, careful: bool = False) -> str | None:
         """Why the engine would not compute what the module computes; None if it would.
 
-        careful: looks at everything, because other code has run since the last call.
+        careful: looks at everything, because other code may have run since the last call.
         """
         recent = time.perf_counter() - self._looked < self._cost / SHARE
         return None if recent and self._settled and not careful and not self._glance() else self._look()
+
+    def unsettle(self) -> None:
+        """Makes the next `reason` look at everything."""
+        self._settled = False
 
     def look_closer(self) -> str | None:
         """Like `reason`, and reads every weight: edits in place through ``.data`` leave no other trace."""
@@ -142,35 +143,36 @@ class ModuleWatch:
         self._closer_cost = self._looked_closer - start
         return reason
 
-    def first_weight(self) -> torch.Tensor:
-        first = self._weights[0].now()
-        return next(self.module.parameters()) if first is None else first
-
     def look(self) -> str | None:
-        """`look_closer` when the last one is long enough ago, else `reason`."""
+        """For calls outside of a generation: `look_closer` if the last one is long enough ago, else a look at all."""
         due = time.perf_counter() - self._looked_closer > self._closer_cost / SHARE
-        return self.look_closer() if due else self.reason()
+        return self.look_closer() if due else self.reason(careful=True)
 
     def _look(self) -> str | None:
         start = time.perf_counter()
         self._hook_count = RemovableHandle.next_id
-        self._peft = self.module.__dict__.get("peft_config")
         self._changed = [part for part in self._parts if part.changed()]
         reason = self._foreign or self._patched() or self._adapted() or self._edited()
-        self._settled = reason is None and not self._changed
+        self._settled = reason is None and all(part is self._root for part in self._changed)
+        self._root_state = dict(self.module.__dict__)
+        first = self._weights[0].now()
+        if first is not None:
+            self.device, self.dtype = first.device.type, first.dtype
         self._looked = time.perf_counter()
         self._cost = max(self._looked - start, 0.9 * self._cost)
         return reason
 
     def _glance(self) -> bool:
         """Whether something caught the eye."""
+        self._glances += 1
+        turn = self._glances
         return (
             RemovableHandle.next_id != self._hook_count
-            or self.module.__dict__.get("peft_config") is not self._peft
-            or any(processor is not state.get("processor") for state, processor in self._processors)
+            or self._root.differs(self._root_state)
+            or self._weights[0].suspect()
+            or self._weights[turn % len(self._weights)].suspect()
             or any(state.get("s1") for state in self._blocks)
-            or any(now != then for now, then in self._trees)
-            or any(weight.suspect() for weight in self._weights[::STRIDE])
+            or any(part.changed() for part in self._attentions[turn % STRIDE :: STRIDE])
         )
 
     # the tree of modules
@@ -326,16 +328,15 @@ class _Part:
         ]
 
     def changed(self) -> bool:
-        """Whether anything differs. Values that are the same object compare at once."""
+        """Whether anything differs."""
+        return self.differs(self._attributes) or bool(self._hooks) or bool(self._pre_hooks) or self._special
+
+    def differs(self, attributes: dict[str, Any]) -> bool:
+        """Whether class, children or ``attributes`` are others. Values that are the same object compare at once."""
         module = self.module
         try:
             return (
-                module.__class__ is not self.kind
-                or module.__dict__ != self._attributes
-                or module._modules != self.children
-                or bool(self._hooks)
-                or bool(self._pre_hooks)
-                or self._special
+                module.__class__ is not self.kind or module.__dict__ != attributes or module._modules != self.children
             )
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays do not compare to one truth
             return True
