@@ -34,7 +34,7 @@ struct Ring {
     }
 };
 
-// 2^x for x <= 0: 2^round(x) goes into the exponent, a cubic does the rest (relative error 1e-4).
+// 2^x for x < 127: 2^round(x) goes into the exponent, a cubic does the rest (relative error 1e-4).
 SDACCEL_DEVICE float exp2_polynomial(float x) {
     x = fmaxf(x, -126.0f);
     const float shifted = x + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
@@ -94,34 +94,55 @@ SDACCEL_DEVICE void produce(const TensorMap& q, const TensorMap& k, const Tensor
 
 // One warpgroup's state: rows g and g + 8 of each warp's 16.
 struct Rows {
-    float most[2];   // of the scores so far
+    float shift[2];  // about the greatest score so far, in units of log2
     float total[2];  // this thread's share of the sum of weights
 };
 
-// Scores to weights in place; `rescale` is what earlier sums have to be multiplied by.
-SDACCEL_DEVICE void exponentials(float (&scores)[KEYS / 2], Rows& rows, float (&rescale)[2], float scale_log2e) {
+// The greatest score of each of the thread's two rows, in units of log2.
+SDACCEL_DEVICE void highest_scores(const float (&scores)[KEYS / 2], float (&highest)[2], float scale_log2e) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        float most = rows.most[half];
+        float most = fmaxf(scores[2 * half], scores[2 * half + 1]);
 #pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-            most = fmaxf(most, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
-        most = quad_max(most);
-        rescale[half] = exp2_approx((rows.most[half] - most) * scale_log2e);
-        rows.most[half] = most;
-        const float shift = most * scale_log2e;
+        for (int j = 1; j < KEYS / 8; j++) most = fmaxf(most, fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]));
+        highest[half] = quad_max(most) * scale_log2e;
+    }
+}
+
+// A weight may grow to 2^8 before the shift follows the maximum: rare after the first tiles, and no less exact.
+constexpr float SLACK = 8.0f;
+
+// Whether the shift of any of the warp's rows moved, and what its earlier sums must then be multiplied by.
+SDACCEL_DEVICE bool move_shift(const float (&scores)[KEYS / 2], Rows& rows, float (&rescale)[2], float scale_log2e) {
+    float highest[2];
+    highest_scores(scores, highest, scale_log2e);
+    if (!__any_sync(0xffffffffu, highest[0] > rows.shift[0] + SLACK || highest[1] > rows.shift[1] + SLACK)) return false;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        highest[half] = fmaxf(highest[half], rows.shift[half]);
+        rescale[half] = exp2_approx(rows.shift[half] - highest[half]);
+        rows.shift[half] = highest[half];
+        rows.total[half] *= rescale[half];
+    }
+    return true;
+}
+
+// Scores to weights in place.
+SDACCEL_DEVICE void exponentials(float (&scores)[KEYS / 2], Rows& rows, float scale_log2e) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float& score = scores[4 * j + 2 * half + e];
-                const float x = fmaf(score, scale_log2e, -shift);
+                const float x = fmaf(score, scale_log2e, -rows.shift[half]);
                 score = (2 * j + e) % 8 < POLYNOMIAL ? exp2_polynomial(x) : exp2_approx(x);
                 sum += score;
             }
         }
-        rows.total[half] = fmaf(rows.total[half], rescale[half], sum);
+        rows.total[half] += sum;
     }
 }
 
@@ -168,7 +189,7 @@ SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries,
     if (group == WARPGROUPS - 1) pass_turn(group);
 
     for (int i = blockIdx.x; i < pieces; i += gridDim.x) {
-        Rows rows = {{-SDACCEL_INFINITY, -SDACCEL_INFINITY}, {0.0f, 0.0f}};
+        Rows rows;
         const uint64_t q = descriptor(parts.queries + query.slot * QUERY_BYTES + group * 64 * 128);
 
         barrier_wait(parts.query_full(query.slot), query.parity);
@@ -184,7 +205,9 @@ SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries,
             for (int j = 0; j < KEYS / 2; j++)
                 if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= masked_from) scores[j] = -SDACCEL_INFINITY;
         }
-        exponentials(scores, rows, rescale, scale_log2e);
+        highest_scores(scores, rows.shift, scale_log2e);
+        rows.total[0] = rows.total[1] = 0.0f;
+        exponentials(scores, rows, scale_log2e);
         round_weights(weights, scores);
 
         for (int tile = 1; tile < key_tiles; tile++) {
@@ -200,13 +223,16 @@ SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries,
             keep(scores);
             release(parts.key_empty(key.slot));
             key.next();
-            exponentials(scores, rows, rescale, scale_log2e);
+            const bool moved = move_shift(scores, rows, rescale, scale_log2e);
+            exponentials(scores, rows, scale_log2e);
             wgmma_wait<0>();
             keep(sums);
             release(parts.value_empty(value.slot));
             value.next();
+            if (moved) {
 #pragma unroll
-            for (int j = 0; j < HEAD_DIM / 2; j++) sums[j] *= rescale[j / 2 % 2];
+                for (int j = 0; j < HEAD_DIM / 2; j++) sums[j] *= rescale[j / 2 % 2];
+            }
             round_weights(weights, scores);
         }
         release(parts.query_empty(query.slot));

@@ -9,11 +9,15 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from sdaccel.backends.cuda.launch import Device
+from sdaccel.backends.cuda import nvrtc
+from sdaccel.backends.cuda.launch import CACHE, Device
 from sdaccel.backends.cuda.ops import attention
 from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.errors import BackendError
@@ -55,9 +59,9 @@ def microseconds(run: Callable[[], object], flush: torch.Tensor, calls: int = CA
     return statistics.median(1000 * start.elapsed_time(end) for start, end in times)
 
 
-def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[Callable[..., object], object]]:
+def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[Callable[..., Tensor], Any]]:
     """(runner, parameters) worth a try."""
-    found: list[tuple[Callable[..., object], object]] = []
+    found: list[tuple[Callable[..., Tensor], Any]] = []
     if keys <= attention.CROSS_KEYS:
         found += [
             (attention._run_cross, attention.Cross(warps, tiles, blocks))
@@ -66,14 +70,22 @@ def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[
             and blocks * attention.Cross(warps, tiles, blocks).shared(head_dim, keys) <= device.shared_per_block
         ]
     else:
+        cuts = [(2, 128), (2, 192), (3, 96), (3, 128), (4, 64)] if head_dim <= 64 else [(2, 96), (2, 128), (3, 96)]
         found += [
             (attention._run_flash_sm90, parameters)
-            for parameters in itertools.starmap(
-                attention.FlashSm90,
-                itertools.product((2, 3), (96, 128, 160, 192), (2, 3), (False, True), (0, 1, 2)),
+            for (warpgroups, keys), turns, polynomial in itertools.product(
+                [(2, 256), *cuts] if head_dim == 40 else cuts, (False, True), (0, 1, 2)
             )
-            if parameters.warpgroups * parameters.keys <= 384 and parameters.shared(head_dim) <= device.shared_per_block
+            for parameters in [attention.FlashSm90(warpgroups, keys, 2, turns, polynomial)]
+            if parameters.shared(head_dim) <= device.shared_per_block
         ]
+        source = nvrtc.Source.read("flash_attention_sm90.cu")
+        wanted = [how.defines(torch.float16, head_dim) for _, how in found]
+        with ThreadPoolExecutor() as pool:  # the cache would compile them one after the other
+            for defines, cubin in zip(
+                wanted, pool.map(lambda d: nvrtc.compile(source, d, device.arch), wanted), strict=True
+            ):
+                CACHE.add(nvrtc.key(source, defines, device.arch), cubin.data)
     return found
 
 

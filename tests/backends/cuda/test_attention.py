@@ -12,6 +12,7 @@ from sdaccel.backends.cuda.ops import attention
 from tests.shapes import TOKENS
 from tests.tolerances import ATTENTION_REL
 
+H200 = Device(0, "an H200", (9, 0), 132, 50 << 20, 227 << 10)
 DTYPES = (torch.float16, torch.bfloat16)
 
 # (batch, heads, queries, keys, head dim)
@@ -157,19 +158,18 @@ def test_reference_is_sdpa() -> None:
 )
 def test_launch_parameters(heads: int, queries: int, keys: int, head_dim: int) -> None:
     """Every warp of every block has a tile to begin with, and blocks fit into the GPU's shared memory."""
-    device = Device(0, "an H200", (9, 0), 132, 50 << 20, 227 << 10)
     for parameters in attention.cross_parameters(head_dim, keys, queries):
         shared = parameters.shared(head_dim, keys)
-        blocks = parameters.blocks_a_head(device, heads, queries, shared)
+        blocks = parameters.blocks_a_head(H200, heads, queries, shared)
         assert blocks >= 1 and (blocks - 1) * parameters.warps < -(-queries // (16 * parameters.tiles))
-        assert shared <= device.shared_per_block
+        assert shared <= H200.shared_per_block
 
 
 @pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
 def test_flash_fits_a_block(head_dim: int) -> None:
     for queries in (64, 4096):
-        for parameters in attention.flash_sm90_parameters(head_dim, queries):
-            assert parameters.shared(head_dim) <= 227 << 10
+        for parameters in attention.flash_sm90_parameters(H200, head_dim, 16, queries):
+            assert parameters.shared(head_dim) <= H200.shared_per_block
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (130, 130), (16384, 16384), (65536, 65536), (1000, 9999)])

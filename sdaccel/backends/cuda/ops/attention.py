@@ -246,20 +246,21 @@ class FlashSm90:
         return row * (self.query_stages(head_dim) * self.rows + 2 * self.stages * self.keys) + 1024 + 512
 
 
-def flash_sm90_parameters(head_dim: int, queries: int) -> list[FlashSm90]:
-    """The heuristic's choice first."""
+def flash_sm90_parameters(device: Device, head_dim: int, heads: int, queries: int) -> list[FlashSm90]:
+    """The heuristic's choice first: blocks of two or three warpgroups, whichever end first. heads: of all images."""
     if head_dim == 160:
         return [FlashSm90(2, 96, 2), FlashSm90(1, 64, 2)]
     if head_dim == 80:
         return [FlashSm90(2, 128, 2), FlashSm90(2, 128, 2, polynomial=1), FlashSm90(3, 96, 2)]
     if queries <= 512:
         return [FlashSm90(2, 128, 3), FlashSm90(1, 128, 3)]
-    return [
-        FlashSm90(3, 128, 3),
-        FlashSm90(3, 128, 3, polynomial=2),
-        FlashSm90(2, 192, 2),
-        FlashSm90(2, 192, 2, polynomial=2),
-    ]
+    found = [FlashSm90(warpgroups, keys, 2, polynomial=n) for warpgroups, keys in ((2, 192), (3, 128)) for n in (0, 1)]
+
+    def time(parameters: FlashSm90) -> int:
+        pieces = -(-queries // parameters.rows) * heads
+        return -(-pieces // device.sms) * parameters.warpgroups
+
+    return sorted(found, key=time)
 
 
 def _flash_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
@@ -270,7 +271,7 @@ def _flash_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, sca
         or min(x.stride(i) for x in (q, k, v) for i in (0, 1)) < 8
     ):
         return
-    for parameters in flash_sm90_parameters(head_dim, q.shape[1]):
+    for parameters in flash_sm90_parameters(device, head_dim, q.shape[0] * heads, q.shape[1]):
         if parameters.shared(head_dim) <= device.shared_per_block:
             yield Tactic(str(parameters), partial(_run_flash_sm90, device, parameters, q, k, v, heads, scale))
 
@@ -426,7 +427,11 @@ VARIANTS: list[tuple[object, ...]] = [
     ),
     *(
         ("flash_attention_sm90.cu", "flash_attention", how.defines(dtype, head_dim), (9, 0), "90a")
-        for dtype, head_dim in ((torch.float16, 40), (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 160))
-        for how in flash_sm90_parameters(head_dim, 4096)[:2]
+        for dtype, head_dim, how in (
+            (torch.float16, 40, FlashSm90(2, 192, 2)),
+            (torch.bfloat16, 64, FlashSm90(3, 128, 2, polynomial=1)),
+            (torch.float16, 80, FlashSm90(2, 128, 2)),
+            (torch.bfloat16, 160, FlashSm90(2, 96, 2)),
+        )
     ),
 ]
