@@ -79,14 +79,16 @@ def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[
             for parameters in [attention.FlashSm90(warpgroups, keys, 2, turns, polynomial)]
             if parameters.shared(head_dim) <= device.shared_per_block
         ]
-        source = nvrtc.Source.read("flash_attention_sm90.cu")
-        wanted = [how.defines(torch.float16, head_dim) for _, how in found]
-        with ThreadPoolExecutor() as pool:  # the cache would compile them one after the other
-            for defines, cubin in zip(
-                wanted, pool.map(lambda d: nvrtc.compile(source, d, device.arch), wanted), strict=True
-            ):
-                CACHE.add(nvrtc.key(source, defines, device.arch), cubin.data)
     return found
+
+
+def compile_together(device: Device, file: str, variants: list[dict[str, object]]) -> None:
+    """The cache would compile them one after the other."""
+    source = nvrtc.Source.read(file)
+    with ThreadPoolExecutor() as pool:
+        cubins = pool.map(lambda defines: nvrtc.compile(source, defines, device.arch), variants)
+        for defines, cubin in zip(variants, cubins, strict=True):
+            CACHE.add(nvrtc.key(source, defines, device.arch), cubin.data)
 
 
 def main() -> None:
@@ -105,10 +107,17 @@ def main() -> None:
         scale = head_dim**-0.5
         tactics = attention.tactics(device, q, k, v, heads=heads, scale=scale)
         if chosen.sweep and head_dim in attention.HEAD_DIMS:
+            tried = sweep(device, head_dim, queries, keys)
+            if keys <= attention.CROSS_KEYS:
+                variants = [how.defines(q.dtype, head_dim, keys) for _, how in tried]
+                compile_together(device, "cross_attention.cu", variants)
+            else:
+                variants = [how.defines(q.dtype, head_dim) for _, how in tried]
+                compile_together(device, "flash_attention_sm90.cu", variants)
             known = {tactic.name for tactic in tactics}
             tactics += [
                 Tactic(str(parameters), partial(runner, device, parameters, q, k, v, heads, scale))
-                for runner, parameters in sweep(device, head_dim, queries, keys)
+                for runner, parameters in tried
                 if str(parameters) not in known
             ]
         times: dict[str, float] = {}
