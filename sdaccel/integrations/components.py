@@ -1,0 +1,225 @@
+"""The swaps of each component: what a diffusers or transformers module is called with, translated for its engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sdaccel.errors import UnsupportedCall
+from sdaccel.export.components import residual_layout
+from sdaccel.integrations.swap import HALF, Swap, Target
+
+
+def swap_class(component: str) -> type[Swap]:
+    """The kind of swap that stands for an engine component."""
+    found: dict[str, type[Swap]] = {"unet": UNetSwap, "vae_decoder": DecoderSwap, "vae_encoder": EncoderSwap}
+    return found.get(component, TextSwap)
+
+
+class UNetSwap(Swap):
+    def run(
+        self,
+        target: Target,
+        /,
+        sample: torch.Tensor,
+        timestep: torch.Tensor | float | int,
+        encoder_hidden_states: torch.Tensor,
+        class_labels: torch.Tensor | None = None,
+        timestep_cond: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cross_attention_kwargs: Mapping[str, Any] | None = None,
+        added_cond_kwargs: Mapping[str, Any] | None = None,
+        down_block_additional_residuals: Sequence[torch.Tensor] | None = None,
+        mid_block_additional_residual: torch.Tensor | None = None,
+        down_intrablock_additional_residuals: Sequence[torch.Tensor] | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        return_dict: bool = True,
+        **unknown: Any,
+    ) -> Any:
+        refused = {
+            "class_labels": class_labels,
+            "attention_mask": attention_mask,
+            "down_intrablock_additional_residuals (T2I-Adapter)": down_intrablock_additional_residuals,
+            "encoder_attention_mask": encoder_attention_mask,
+            **unknown,
+        }
+        # Without adapters the LoRA scale changes nothing.
+        refused.update({k: v for k, v in (cross_attention_kwargs or {}).items() if k != "scale"})
+        for name, value in refused.items():
+            if value is not None:
+                raise UnsupportedCall(f"the UNet was called with {name}, which engines do not take.")
+        _need_tensors(sample=sample, encoder_hidden_states=encoder_hidden_states)
+        batch = sample.shape[0]
+        inputs = {
+            "sample": sample,
+            "timestep": _timesteps(timestep, batch, sample.device),
+            "encoder_hidden_states": encoder_hidden_states,
+        }
+        vector = self._vector(added_cond_kwargs or {})
+        if vector is not None:
+            inputs["y"] = vector
+        if timestep_cond is not None:
+            inputs["timestep_cond"] = timestep_cond
+        inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
+        out = _like(target.run(inputs)["sample_out"], sample)
+        if not return_dict:
+            return (out,)
+        from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
+
+        return UNet2DConditionOutput(sample=out)
+
+    def _residuals(self, down: Sequence[torch.Tensor] | None, mid: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """ControlNet's residuals: all or none. Down residuals alone mean a T2I-Adapter to the UNet."""
+        if down is None and mid is None:
+            return {}
+        if down is None or mid is None:
+            raise UnsupportedCall("the UNet was called with residuals of the down path or of the middle alone.")
+        wanted = len(residual_layout(self.module.config)) - 1  # type: ignore[arg-type]
+        if len(down) != wanted:
+            raise UnsupportedCall(f"the UNet was called with {len(down)} down residuals; engines take {wanted}.")
+        return {"mid_residual": mid} | {f"down_residual_{index}": residual for index, residual in enumerate(down)}
+
+    def _vector(self, added: Mapping[str, Any]) -> torch.Tensor | None:
+        """SDXL's vector: pooled text, then Fourier features of the time ids, as the UNet's own forward joins them."""
+        text_time = getattr(self.module.config, "addition_embed_type", None) == "text_time"
+        known = {"text_embeds", "time_ids"} if text_time else set()
+        for name in added:
+            if name not in known:
+                raise UnsupportedCall(f"the UNet was called with {name} (IP-Adapter), which engines do not take.")
+        if not text_time:
+            return None
+        if set(added) != known:
+            raise UnsupportedCall("the UNet needs text_embeds and time_ids.")
+        text, ids = added["text_embeds"], added["time_ids"]
+        features = self.module.add_time_proj(ids.flatten()).reshape(text.shape[0], -1)  # type: ignore[operator]
+        return torch.cat([text.float(), features.float()], dim=-1)
+
+
+def _timesteps(timestep: torch.Tensor | float | int, batch: int, device: torch.device) -> torch.Tensor:
+    """float32 [batch] on ``device``."""
+    number = not isinstance(timestep, torch.Tensor) or (timestep.is_cpu and not timestep.dim())
+    if number and device.type == "cpu":
+        return _constant(float(timestep), batch)
+    return torch.as_tensor(timestep, device=device).float().expand(batch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constant(value: float, batch: int) -> torch.Tensor:
+    """Schedulers come back to the same timesteps in every generation. Not to be written to."""
+    return torch.full((batch,), value)
+
+
+def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``tensor`` on the device and in the dtype of ``other``, without a call into torch where it is so already."""
+    same = tensor.dtype is other.dtype and tensor.device == other.device
+    return tensor if same else tensor.to(other.device, other.dtype)
+
+
+class TextSwap(Swap):
+    def run(
+        self,
+        target: Target,
+        /,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **unknown: Any,
+    ) -> Any:
+        refused = {"attention_mask": attention_mask, "position_ids": position_ids, **unknown}
+        for name, value in refused.items():
+            if value is not None:
+                raise UnsupportedCall(f"the text encoder was called with {name}, which engines do not take.")
+        config = self.module.config
+        maps = getattr(config, "output_attentions", False) if output_attentions is None else output_attentions
+        if input_ids is None or maps:
+            raise UnsupportedCall("engines of text encoders take token ids and give no attention maps.")
+        _need_tensors(input_ids=input_ids)
+        hidden_wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        names = ["last_hidden_state", "pooled"]
+        if hidden_wanted:
+            names += [f"hidden_{layer}" for layer in range(config.num_hidden_layers + 1)]  # type: ignore[operator]
+        ids = input_ids.view(-1, input_ids.shape[-1])
+        results = target.run({"input_ids": ids}, names)
+        dtype = next(self.module.parameters()).dtype
+        results = {name: value.to(input_ids.device, dtype) for name, value in results.items()}
+        hidden = tuple(results[name] for name in names[2:]) if hidden_wanted else None
+        return self._output(results, hidden, return_dict)
+
+    def _output(
+        self, results: dict[str, torch.Tensor], hidden: tuple[torch.Tensor, ...] | None, return_dict: bool | None
+    ) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+        from transformers.models.clip.modeling_clip import CLIPTextModelOutput
+
+        last, pooled = results["last_hidden_state"], results["pooled"]
+        if hasattr(self.module, "text_projection"):
+            output = CLIPTextModelOutput(text_embeds=pooled, last_hidden_state=last, hidden_states=hidden)
+        else:
+            output = BaseModelOutputWithPooling(last_hidden_state=last, pooler_output=pooled, hidden_states=hidden)
+        plain = return_dict is False or (return_dict is None and not getattr(self.module.config, "return_dict", True))
+        return output.to_tuple() if plain else output
+
+
+class _VaeSwap(Swap):
+    """A half of the VAE. Slicing is honoured; tiling blends tiles in torch, so such calls run there."""
+
+    input = ""
+
+    def _through_engine(self, target: Target, tensor: torch.Tensor, output: str) -> torch.Tensor:
+        vae: Any = self.module
+        _need_tensors(**{self.input: tensor})
+        limit = vae.tile_latent_min_size if self.component == "vae_decoder" else vae.tile_sample_min_size
+        if vae.use_tiling and max(tensor.shape[-2:]) > limit:
+            raise UnsupportedCall("VAE tiling is on, which engines do not do (pipe.vae.disable_tiling()).")
+        pieces = tensor.split(1) if vae.use_slicing else (tensor,)
+        results = [target.run({self.input: piece})[output] for piece in pieces]
+        if next(vae.parameters()).dtype in HALF:
+            target.report.note(f"{self.component} ran in float32, where half precision can overflow.")
+        return torch.cat(results).to(tensor.device, tensor.dtype) if len(results) > 1 else results[0].to(tensor)
+
+
+class DecoderSwap(_VaeSwap):
+    method = "decode"
+    input = "latents"
+
+    def run(self, target: Target, /, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
+        image = self._through_engine(target, z, "image")
+        if not return_dict:
+            return (image,)
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        return DecoderOutput(sample=image)
+
+
+class EncoderSwap(_VaeSwap):
+    method = "encode"
+    input = "image"
+
+    def run(self, target: Target, /, x: torch.Tensor, return_dict: bool = True) -> Any:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        posterior = DiagonalGaussianDistribution(self._through_engine(target, x, "moments"))
+        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
+
+    def tensor(self, result: Any) -> torch.Tensor:
+        return result[0].parameters
+
+    def cast(self, result: Any, dtype: torch.dtype) -> Any:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        posterior = DiagonalGaussianDistribution(self.tensor(result).to(dtype))
+        return (posterior,) if isinstance(result, tuple) else AutoencoderKLOutput(latent_dist=posterior)
+
+
+def _need_tensors(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedCall(f"{name} is a {type(value).__name__}; engines take tensors.")
