@@ -7,7 +7,7 @@
 //
 //   group_norm_fused   one read, one write: a cluster of blocks holds a slice of the channels in shared memory
 //   group_norm_stats   two reads: moments of every group from many blocks, then
-//   group_norm_apply   the normalisation, from the last row to the first, so that what L2 still holds is read first
+//   group_norm_apply   the normalisation
 //
 // A thread owns eight channels and walks over the rows. It sums differences to the first value it meets, so nothing
 // cancels; the moments of threads, warps, blocks are merged by Chan, Golub and LeVeque's formula (1983).
@@ -148,13 +148,13 @@ struct Scratch {
 };
 
 // Moments of each of the slice's groups over the block's rows, left in scratch.block (visible to the block only after
-// the next barrier). `n`: rows this thread has seen. `add`: of the thread's eight channels, or null.
-SDACCEL_DEVICE void merge_block(const Place& at, const Scratch& scratch, const Sums& sums, int n, const T* add,
-                                int slice, int groups, int per_group) {
+// the next barrier). `n`: rows this thread has seen. `add`: to its eight channels.
+SDACCEL_DEVICE void merge_block(const Place& at, const Scratch& scratch, const Sums& sums, int n, uint4 add, int slice,
+                                int groups, int per_group) {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (at.works) {
-        float extra[8] = {};
-        if (add != nullptr) load8(add, extra);
+        float extra[8];
+        unpack8<T>(add, extra);
         const float inverse = n > 0 ? 1.0f / float(n) : 0.0f;
         float mean[8], squares[8];
 #pragma unroll
@@ -204,13 +204,13 @@ SDACCEL_DEVICE void merge_block(const Place& at, const Scratch& scratch, const S
     }
 }
 
-// scale, shift of y = x * a + b for the thread's eight channels, `channel` the first; `local` counts from the slice on.
-SDACCEL_DEVICE void coefficients(const float2* result, int local, int per_group, const T* add, const T* scale,
-                                 const T* bias, float (&a)[8], float (&b)[8]) {
-    float extra[8] = {};
-    if (add != nullptr) load8(add, extra);
-    load8(scale, a);
-    load8(bias, b);
+// y = x * a + b for the thread's eight channels, of which `local` is the first, counted from the slice on.
+SDACCEL_DEVICE void coefficients(const float2* result, int local, int per_group, uint4 add, uint4 scale, uint4 bias,
+                                 float (&a)[8], float (&b)[8]) {
+    float extra[8];
+    unpack8<T>(add, extra);
+    unpack8<T>(scale, a);
+    unpack8<T>(bias, b);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const float2 group = result[(local + j) / per_group];
@@ -248,7 +248,8 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     const bool second = channel >= x_channels;
     const int stride = second ? x2_row : x_row;
     const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
-    if (add != nullptr) add += batch * add_batch + channel;
+    const uint4 none = {}, scales = at.works ? load16(scale + channel) : none;
+    const uint4 biases = at.works ? load16(bias + channel) : none;
 
     const int share = (rows + int(gridDim.x) - 1) / int(gridDim.x);
     const int begin = min(int(blockIdx.x) * share, rows), end = min(begin + share, rows);
@@ -267,6 +268,7 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
         for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) copy_async(item + i * blockDim.x, from + i * step);
         copy_commit();
     }
+    const uint4 adds = add != nullptr && at.works ? load16(add + batch * add_batch + channel) : none;
     Sums sums;
     copy_wait<STAGES - 1>();
     sums.start(mine > 0 ? item[0] : uint4{});
@@ -277,7 +279,7 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
         if (s == 3) copy_wait<STAGES - 4>();
         for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) sums.take(item[i * blockDim.x]);
     }
-    merge_block(at, scratch, sums, mine, add, slice, groups, per_group);
+    merge_block(at, scratch, sums, mine, adds, slice, groups, per_group);
 
     const int blocks = cluster_size();
     if (blocks > 1) {
@@ -296,7 +298,7 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
 
     if (mine > 0) {
         float a[8], b[8];
-        coefficients(scratch.result, at.chunk * 8, per_group, add, scale + channel, bias + channel, a, b);
+        coefficients(scratch.result, at.chunk * 8, per_group, adds, scales, biases, a, b);
         T* to = y + (batch * rows + begin + at.lane) * channels + channel;
         const int64_t along = int64_t(at.lanes) * channels;
         for (int i = 0; i < mine; ++i) store16(to + i * along, normalised(item[i * blockDim.x], a, b));
@@ -307,11 +309,12 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
 // ---- two reads -----------------------------------------------------------------------------------------------------
 
 // grid (blocks, 1, B), a multiple of the cluster size; dynamic shared memory: Scratch. Writes the moments of the groups of
-// `slice` channels from `first` on: partials [B, channels / per_group, clusters of an image].
+// `slice` channels from `first` on: partials [B, channels / per_group, clusters of an image]. Goes from the last row to
+// the first, so that what the kernel before has written last is read first; rows below `keep` shall stay in L2.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
 group_norm_stats(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
                  const T* add, int64_t add_batch, Moments* partials, int rows, int channels, int per_group, int first,
-                 int slice) {
+                 int slice, int keep) {
     extern __shared__ uint4 shared[];
     const Place at(slice);
     const int groups = slice / per_group, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -321,10 +324,10 @@ group_norm_stats(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     const bool second = channel >= x_channels;
     const int stride = second ? x2_row : x_row, step = at.lanes * stride;
     const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
-    if (add != nullptr) add += batch * add_batch + channel;
 
     pdl_launch_dependents();
     pdl_wait();
+    const uint4 adds = add != nullptr && at.works ? load16(add + batch * add_batch + channel) : uint4{};
     const int tile = at.lanes * UNROLL, jump = gridDim.x * tile;
     const int start = ((rows + tile - 1) / tile - 1 - int(blockIdx.x)) * tile + at.lane;
     from += int64_t(start) * stride;
@@ -339,7 +342,8 @@ group_norm_stats(const T* x, int64_t x_batch, int x_row, int x_channels, const T
             if (row + (UNROLL - 1) * at.lanes < rows) {
                 uint4 v[UNROLL];
 #pragma unroll
-                for (int u = 0; u < UNROLL; ++u) v[u] = load16(from + u * step);
+                for (int u = 0; u < UNROLL; ++u)
+                    v[u] = row < keep ? load16(from + u * step) : load16_streaming(from + u * step);
 #pragma unroll
                 for (int u = 0; u < UNROLL; ++u) sums.take(v[u]);
                 n += UNROLL;
@@ -348,7 +352,7 @@ group_norm_stats(const T* x, int64_t x_batch, int x_row, int x_channels, const T
             }
         }
     }
-    merge_block(at, scratch, sums, n, add, slice, groups, per_group);
+    merge_block(at, scratch, sums, n, adds, slice, groups, per_group);
 
     const int blocks = cluster_size();
     if (blocks > 1) {
@@ -387,10 +391,12 @@ group_norm_apply(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     const bool second = channel >= x_channels;
     const int stride = second ? x2_row : x_row, step = at.lanes * stride, to_step = at.lanes * channels;
     const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
-    if (add != nullptr) add += batch * add_batch + channel;
+    const uint4 none = {}, scales = at.works ? load16(scale + channel) : none;
+    const uint4 biases = at.works ? load16(bias + channel) : none;
 
     pdl_launch_dependents();
     pdl_wait();
+    const uint4 adds = add != nullptr && at.works ? load16(add + batch * add_batch + channel) : none;
     partials += (batch * (channels / per_group) + first / per_group) * count;
     for (int group = warp; group < groups; group += blockDim.x / 32) {
         const Moments* mine = partials + int64_t(group) * count;
@@ -414,14 +420,14 @@ group_norm_apply(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     if (!at.works) return;
 
     float a[8], b[8];
-    coefficients(result, at.chunk * 8, per_group, add, scale + channel, bias + channel, a, b);
+    coefficients(result, at.chunk * 8, per_group, adds, scales, biases, a, b);
     const auto load = [](const T* p) { return STREAM ? load16_streaming(p) : load16(p); };
     const auto store = [](T* p, uint4 v) { STREAM ? store16_streaming(p, v) : store16(p, v); };
-    const int tile = at.lanes * UNROLL, jump = gridDim.x * tile;
-    int row = ((rows + tile - 1) / tile - 1 - int(blockIdx.x)) * tile + at.lane;
+    const int jump = gridDim.x * at.lanes * UNROLL;
+    int row = blockIdx.x * at.lanes * UNROLL + at.lane;
     from += int64_t(row) * stride;
     T* to = y + (batch * rows + row) * channels + channel;
-    for (; row >= 0; row -= jump, from -= int64_t(jump) * stride, to -= int64_t(jump) * channels) {
+    for (; row < rows; row += jump, from += int64_t(jump) * stride, to += int64_t(jump) * channels) {
         uint4 v[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)

@@ -71,7 +71,8 @@ def tactics(
             return Tactic(how.name, lambda: how(device, shape, x, x2, add, scale, bias, epsilon, activation == "silu"))
 
         fused = sorted(Fused.options(device, shape), key=lambda how: (how.cost(device, shape), how.name))[:6]
-        found = [(how.cost(device, shape), run(how)) for how in (*fused, *TwoPass.options(device, shape))]
+        ours: list[Fused | TwoPass] = [*fused, *TwoPass.options(device, shape)]
+        found = [(how.cost(device, shape), run(how)) for how in ours]
     return [tactic for _, tactic in sorted(found, key=lambda pair: pair[0])] + [Tactic("torch", plain)]
 
 
@@ -259,7 +260,9 @@ class TwoPass:
             blocks = max(1, min(2 * device.sms // images, tiles))
             cluster = next(n for n in (4, 2, 1) if blocks >= n) if hopper else 1
             blocks -= blocks % cluster
-            stream = 2 * 2 * images * shape.rows * self.slice > device.l2_bytes
+            row_bytes = 2 * images * self.slice
+            stream = 2 * row_bytes * shape.rows > device.l2_bytes
+            keep = min(shape.rows, int(0.7 * device.l2_bytes / row_bytes))
             stats = kernel(FILE, "group_norm_stats", {**defines, "STREAM": 0})
             apply = kernel(FILE, "group_norm_apply", {**defines, "STREAM": int(stream)})
             some = add if add is None or add.shape[0] == 1 else add[part]
@@ -272,7 +275,7 @@ class TwoPass:
                 stats(
                     (blocks, 1, images),
                     threads,
-                    [*source, partials, *sizes, first, self.slice],
+                    [*source, partials, *sizes, first, self.slice, keep],
                     shared=_scratch(self.slice, shape.per_group, threads),
                     cluster=cluster,
                     pdl=hopper,
