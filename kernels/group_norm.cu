@@ -8,6 +8,7 @@
 //   group_norm_fused   one read, one write: a cluster of blocks holds a slice of the channels in shared memory
 //   group_norm_stats   two reads: moments of every group from many blocks, then
 //   group_norm_apply   the normalisation
+//   group_norm_persistent   both in one: what shared memory and L2 hold of the image is not read again
 //
 // A thread owns eight channels and walks over the rows. It sums differences to the first value it meets, so nothing
 // cancels; the moments of threads, warps, blocks are merged by Chan, Golub and LeVeque's formula (1983).
@@ -204,6 +205,29 @@ SDACCEL_DEVICE void merge_block(const Place& at, const Scratch& scratch, const S
     }
 }
 
+// partials [groups, count] → mean and 1 / standard deviation of each group; a warp takes one.
+SDACCEL_DEVICE void merge_partials(const Moments* partials, int count, int groups, float epsilon, float2* result) {
+    const int lane = threadIdx.x % 32;
+    for (int group = threadIdx.x / 32; group < groups; group += blockDim.x / 32) {
+        const Moments* mine = partials + int64_t(group) * count;
+        float n = 0.0f, total = 0.0f, squares = 0.0f;
+        for (int i = lane; i < count; i += 32) {
+            const Moments part = __ldcg(mine + i);
+            n += part.x;
+            total = fmaf(part.x, part.y, total);
+        }
+        n = warp_sum(n);
+        const float mean = warp_sum(total) / n;
+        for (int i = lane; i < count; i += 32) {
+            const Moments part = __ldcg(mine + i);
+            const float apart = part.y - mean;
+            squares += fmaf(part.x * apart, apart, part.z);
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) result[group] = {mean, rsqrtf(squares / n + epsilon)};
+    }
+}
+
 // y = x * a + b for the thread's eight channels, of which `local` is the first, counted from the slice on.
 SDACCEL_DEVICE void coefficients(const float2* result, int local, int per_group, uint4 add, uint4 scale, uint4 bias,
                                  float (&a)[8], float (&b)[8]) {
@@ -236,7 +260,7 @@ SDACCEL_DEVICE uint4 normalised(uint4 row, const float (&a)[8], const float (&b)
 
 // grid (cluster, channels / slice, B), cluster size grid.x; dynamic shared memory: 16 bytes a thread and row it owns,
 // then Scratch. slice: a multiple of 8 and of per_group.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
 group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
                  const T* add, int64_t add_batch, const T* __restrict__ scale, const T* __restrict__ bias, T* y,
                  int rows, int channels, int per_group, float epsilon, int slice) {
@@ -385,8 +409,7 @@ group_norm_apply(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     extern __shared__ uint4 shared[];
     float2* result = reinterpret_cast<float2*>(shared);
     const Place at(slice);
-    const int groups = slice / per_group, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int channel = first + at.chunk * 8;
+    const int groups = slice / per_group, channel = first + at.chunk * 8;
     const int64_t batch = blockIdx.z;
     const bool second = channel >= x_channels;
     const int stride = second ? x2_row : x_row, step = at.lanes * stride, to_step = at.lanes * channels;
@@ -398,24 +421,7 @@ group_norm_apply(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     pdl_wait();
     const uint4 adds = add != nullptr && at.works ? load16(add + batch * add_batch + channel) : none;
     partials += (batch * (channels / per_group) + first / per_group) * count;
-    for (int group = warp; group < groups; group += blockDim.x / 32) {
-        const Moments* mine = partials + int64_t(group) * count;
-        float n = 0.0f, total = 0.0f, squares = 0.0f;
-        for (int i = lane; i < count; i += 32) {
-            const Moments part = mine[i];
-            n += part.x;
-            total = fmaf(part.x, part.y, total);
-        }
-        n = warp_sum(n);
-        const float mean = warp_sum(total) / n;
-        for (int i = lane; i < count; i += 32) {
-            const Moments part = mine[i];
-            const float apart = part.y - mean;
-            squares += fmaf(part.x * apart, apart, part.z);
-        }
-        squares = warp_sum(squares);
-        if (lane == 0) result[group] = {mean, rsqrtf(squares / n + epsilon)};
-    }
+    merge_partials(partials, count, groups, epsilon, result);
     __syncthreads();
     if (!at.works) return;
 
@@ -436,4 +442,92 @@ group_norm_apply(const T* x, int64_t x_batch, int x_row, int x_channels, const T
         for (int u = 0; u < UNROLL; ++u)
             if (row + u * at.lanes < rows) store(to + u * to_step, normalised(v[u], a, b));
     }
+}
+
+// ---- persistent ----------------------------------------------------------------------------------------------------
+
+// Waits until `blocks` blocks have come here; `counter` is 0 before. Writes from before are visible after.
+SDACCEL_DEVICE void grid_wait(unsigned* counter, unsigned blocks) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        atomicAdd(counter, 1u);
+        unsigned come;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(come) : "l"(counter) : "memory");
+        } while (come < blocks);
+    }
+    __syncthreads();
+}
+
+// grid (blocks, 1, B), cooperative: all blocks run at once. Dynamic shared memory: 16 bytes a thread and resident item,
+// then Scratch. A thread's items are eight channels of every `lanes`-th row of the block's share: the first `resident` lie
+// in shared memory, the next `keep` are read last and shall stay in L2. counters: B zeros.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
+group_norm_persistent(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
+                      const T* add, int64_t add_batch, const T* __restrict__ scale, const T* __restrict__ bias, T* y,
+                      Moments* partials, unsigned* counters, int rows, int channels, int per_group, float epsilon,
+                      int resident, int keep) {
+    extern __shared__ uint4 shared[];
+    constexpr int DEPTH = 2 * UNROLL;
+    const Place at(channels);
+    const int groups = channels / per_group, channel = at.chunk * 8;
+    const Scratch scratch(shared + resident * blockDim.x, groups);
+    uint4* item = shared + threadIdx.x;
+    const int64_t batch = blockIdx.z;
+    const bool second = channel >= x_channels;
+    const int stride = second ? x2_row : x_row, step = at.lanes * stride, to_step = at.lanes * channels;
+    const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
+    const uint4 none = {}, scales = at.works ? load16(scale + channel) : none;
+    const uint4 biases = at.works ? load16(bias + channel) : none;
+    const uint4 adds = add != nullptr && at.works ? load16(add + batch * add_batch + channel) : none;
+
+    const int share = (rows + int(gridDim.x) - 1) / int(gridDim.x);
+    const int begin = min(int(blockIdx.x) * share, rows), end = min(begin + share, rows);
+    const int mine = at.works ? max(0, (end - begin - at.lane + at.lanes - 1) / at.lanes) : 0;
+    const int held = min(resident, mine);
+    from += int64_t(begin + at.lane) * stride;
+    for (int i = 0; i < held; ++i) copy_async(item + i * blockDim.x, from + int64_t(i) * step);
+    copy_commit();
+
+    Sums sums;
+    sums.start(mine > 0 ? load16(from) : none);
+    int left = mine;
+    for (const T* p = from + int64_t(left) * step; left - DEPTH >= held; left -= DEPTH) {
+        uint4 v[DEPTH];
+        p -= int64_t(DEPTH) * step;
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u)
+            v[u] = left <= held + keep ? load16(p + int64_t(u) * step) : load16_streaming(p + int64_t(u) * step);
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) sums.take(v[u]);
+    }
+    for (; left > held; --left) sums.take(load16(from + int64_t(left - 1) * step));
+    copy_wait<0>();
+    for (int i = 0; i < held; ++i) sums.take(item[i * blockDim.x]);
+    merge_block(at, scratch, sums, mine, adds, channels, groups, per_group);
+    __syncthreads();
+    partials += batch * groups * gridDim.x;
+    for (int group = threadIdx.x; group < groups; group += blockDim.x)
+        partials[group * gridDim.x + blockIdx.x] = scratch.block[group];
+    grid_wait(counters + batch, gridDim.x);
+    merge_partials(partials, gridDim.x, groups, epsilon, scratch.result);
+    __syncthreads();
+    if (mine == 0) return;
+
+    float a[8], b[8];
+    coefficients(scratch.result, channel, per_group, adds, scales, biases, a, b);
+    T* to = y + (batch * rows + begin + at.lane) * channels + channel;
+    int i = held;
+    for (; i + DEPTH <= mine; i += DEPTH) {
+        uint4 v[DEPTH];
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) v[u] = load16_streaming(from + int64_t(i + u) * step);
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) store16_streaming(to + int64_t(i + u) * to_step, normalised(v[u], a, b));
+    }
+    for (; i < mine; ++i)
+        store16_streaming(to + int64_t(i) * to_step, normalised(load16(from + int64_t(i) * step), a, b));
+    for (i = 0; i < held; ++i)
+        store16_streaming(to + int64_t(i) * to_step, normalised(item[i * blockDim.x], a, b));
 }

@@ -48,6 +48,9 @@ constexpr int B_BYTES = TILE_N * 128;
 constexpr int OUT_N = GEGLU ? TILE_N / 2 : TILE_N;
 constexpr int UNITS = OUT_N / 32;
 constexpr int M_BLOCKS = TILE_M / (PINGPONG ? 64 : 128);
+// Named barriers TURN + 1 and TURN + 2: a warpgroup reads the ring only when the other one has read all before, since a
+// wait on a barrier's parity cannot tell its phase from the one two earlier.
+constexpr int TURN = 1;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;
 
 static_assert(TILE_N % 32 == 0 && OUT_N % 32 == 0 && TILE_N <= 256 && TILE_M <= 256, "tile");
@@ -273,11 +276,13 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
         if (PINGPONG && warpgroup == 2) {
             first += step;
             ring.skip(all);
+            hopper::named_barrier_arrive<256>(TURN + 1);
         }
         for (int index = first; index < tiles; index += PINGPONG ? 2 * step : step) {
             const auto tile = tile_at(index);
             float acc[M_BLOCKS][TILE_N / 2];
             int previous = 0;
+            if (PINGPONG) hopper::named_barrier_wait<256>(TURN + warpgroup);
             for (int block = begin; block < end; ++block) {
                 hopper::barrier_wait(ring.full(ring.stage), ring.phase);
                 const uint64_t a = hopper::descriptor(ring.a() + a_offset);
@@ -296,6 +301,7 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
             }
             Coming coming;
             if constexpr (SPLIT == 1) fetch(problem, to, tile, first_row + lane / 4, coming);
+            if (PINGPONG) hopper::named_barrier_arrive<256>(TURN + 3 - warpgroup);
             hopper::wgmma_wait<0>();
 #pragma unroll
             for (int m = 0; m < M_BLOCKS; ++m) hopper::keep(acc[m]);

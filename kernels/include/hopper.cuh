@@ -173,6 +173,17 @@ SDACCEL_DEVICE void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;
 
 // ---- warpgroups --------------------------------------------------------------------------------------------------------
 
+// Barriers by number, 0 is __syncthreads'. THREADS counts those that wait and those that only arrive.
+template <int THREADS>
+SDACCEL_DEVICE void named_barrier_wait(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+template <int THREADS>
+SDACCEL_DEVICE void named_barrier_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
 // Multiples of 8; all warps of the warpgroup call. The kernel needs __launch_bounds__(threads, 1).
 template <int REGISTERS>
 SDACCEL_DEVICE void registers_give() {

@@ -42,15 +42,4 @@ SDACCEL_WGMMA_OF_ROWS(80, SDACCEL_R0 SDACCEL_R1 ",%32,%33,%34,%35,%36,%37,%38,%3
 SDACCEL_WGMMA_OF_ROWS(160, SDACCEL_R0 SDACCEL_R1 SDACCEL_R2 SDACCEL_R3 SDACCEL_R4, "%80,%81,%82,%83", "%84", "%85",
                       SDACCEL_F16(0), SDACCEL_F16(16), SDACCEL_F16(32), SDACCEL_F16(48), SDACCEL_F16(64))
 
-// Barriers by number, 0 is __syncthreads'. THREADS counts those that wait and those that only arrive.
-template <int THREADS>
-SDACCEL_DEVICE void named_barrier_wait(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
-template <int THREADS>
-SDACCEL_DEVICE void named_barrier_arrive(int id) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
 }  // namespace hopper

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdaccel.backends.cuda.launch import Device
+from sdaccel.backends.cuda.launch import CACHE, Device
 from sdaccel.backends.cuda.ops import elementwise
 from sdaccel.backends.cuda.ops.registry import OPS
 from sdaccel.backends.cuda.plan import ExecutionPlan, Step
@@ -45,7 +45,7 @@ class StepChoice:
 class Chooser:
     """Picks a tactic for each operator, by the tuner while building, else by what it found."""
 
-    def __init__(self, device: Device | None, dtype: torch.dtype, table: TacticTable, weights: Iterable[Tensor]):
+    def __init__(self, device: Device, dtype: torch.dtype, table: TacticTable, weights: Iterable[Tensor]):
         self.device = device
         self.dtype = dtype
         self.table = table
@@ -54,10 +54,15 @@ class Chooser:
         self.flag: Tensor | None = None
         """Where it holds 0, the step's result of the last call still stands."""
         self.choices: list[StepChoice] = []
+        self.scouted: list[tuple[str, Mapping[str, Any]]] | None = None
+        """While it is a list: the sources of all tactics are collected here, and torch runs."""
         self._weights = {weight.data_ptr() for weight in weights}
 
     def run(self, op: Any, *tensors: Tensor | None, **attributes: Any) -> Any:
         tactics = op.tactics(self.device, *tensors, **attributes)
+        if self.scouted is not None:
+            self.scouted += [source for tactic in tactics for source in tactic.sources]
+            return next((tactic for tactic in tactics if tactic.name == "torch"), tactics[-1]).run()
         signature = self._signature(op, tensors, attributes)
         if self.tuner is None:
             measured = self.table.get(signature) or self.table.nearest(signature)
@@ -181,7 +186,7 @@ class Executor:
         self._constants = {
             name: value if not value.is_floating_point() else value.to(device) for name, value in plan.constants.items()
         }
-        self._described = Device.at(device.index or 0) if device.type == "cuda" else None
+        self._described = Device.at(device.index or 0) if device.type == "cuda" else Device.cpu()
         self._chooser = Chooser(self._described, dtype, table or TacticTable(), self.weights.values())
         self._captured: OrderedDict[Any, _Captured] = OrderedDict()
         self._last_use = _last_uses(plan)
@@ -211,13 +216,16 @@ class Executor:
     def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
         """Runs once, measuring the tactics of every step; returns what was chosen. Raises BackendError."""
         given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
-        self._chooser.tuner, self._chooser.choices = tuner, []
-        try:
-            with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+        with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+            try:
+                self._chooser.scouted = []
+                self._step_by_step(given, self.plan.outputs)
+                CACHE.compile_all(self._chooser.scouted, self._described.arch)
+                self._chooser.scouted, self._chooser.tuner, self._chooser.choices = None, tuner, []
                 self._step_by_step(given, self.plan.outputs)
                 return list(self._chooser.choices)
-        finally:
-            self._chooser.tuner = None
+            finally:
+                self._chooser.scouted = self._chooser.tuner = None
 
     def choices(self, inputs: Mapping[str, Tensor]) -> list[StepChoice]:
         """What would run each step at these shapes."""

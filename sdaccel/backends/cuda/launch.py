@@ -8,8 +8,9 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ class Device:
             found.shared_memory_per_block_optin,
         )
 
+    @classmethod
+    def cpu(cls) -> Device:
+        """Has no kernels: every operator runs in torch."""
+        return cls(-1, "cpu", (0, 0), 1, 0, 0)
+
     @property
     def arch(self) -> str:
         return nvrtc.target(self.capability)
@@ -72,14 +78,31 @@ class KernelCache:
     def get(self, source: nvrtc.Source, defines: nvrtc.Defines, arch: str) -> bytes:
         key = nvrtc.key(source, defines, arch)
         with self._lock:
-            cubin = self._known.get(key) or self._read(key)
-            if cubin is None:
-                cubin = nvrtc.compile(source, defines, arch).data
-                self._write(key, cubin)
+            cubin = self._known.get(key)
+        cubin = cubin or self._read(key)
+        if cubin is None:
+            cubin = nvrtc.compile(source, defines, arch).data
+            self._write(key, cubin)
+        with self._lock:
             self._known[key] = cubin
             for recorder in self._recorders:
                 recorder[key] = cubin
             return cubin
+
+    def compile_all(self, wanted: Iterable[tuple[str, nvrtc.Defines]], arch: str) -> None:
+        """Compiles what is not known yet on all cores. What does not compile is left to `get`, which says why."""
+        unique = {
+            nvrtc.key(nvrtc.Source.read(file), defines, arch): (nvrtc.Source.read(file), defines)
+            for file, defines in wanted
+        }
+        missing = [pair for key, pair in unique.items() if key not in self._known]
+
+        def make(pair: tuple[nvrtc.Source, nvrtc.Defines]) -> None:
+            with suppress(BackendError):
+                self.get(*pair, arch)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(make, missing))
 
     @contextmanager
     def recording(self) -> Iterator[dict[str, bytes]]:

@@ -56,7 +56,9 @@ def load_weights(
     for name in plan.weights:
         if name not in weights:
             tensor = value(name).to(device, dtype)
-            use(name, tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous())
+            use(
+                name, tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous()
+            )
     return weights
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from sdaccel.errors import EngineBroken
@@ -93,7 +94,7 @@ class ExecutionPlan:
                 joined={name: tuple(parts) for name, parts in document["joined"].items()},
                 constants=load_file(folder / CONSTANTS),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise EngineBroken(f"{folder}: the plan cannot be read: {error}.") from error
 
 

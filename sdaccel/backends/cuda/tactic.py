@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,3 +13,5 @@ class Tactic:
 
     name: str
     run: Callable[[], Any]
+    sources: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """(file of kernels/, macros) of what takes long to compile, so that many can be compiled at once"""

@@ -24,7 +24,7 @@ from tests.exported import Exported
 from tests.tolerances import EXPORT_MAX_ABS
 
 ENTRY = "0" * 64
-NAMES = ("unet-sd1", "unet-sdxl", "unet-lcm", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
+NAMES = ("unet-sd1", "unet-sdxl", "unet-lcm-8-channel", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
 
 
 def plan_of(model: Exported) -> ExecutionPlan:
@@ -114,9 +114,8 @@ def test_a_plan_is_read_as_it_was_saved(exported, tmp_path):
 def test_a_damaged_plan_is_refused(exported, tmp_path, name, content):
     plan_of(exported("vae_decoder")).save(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises((EngineBroken, Exception), match=r".") as caught:
+    with pytest.raises(EngineBroken, match="cannot be read|which we read"):
         ExecutionPlan.read(tmp_path)
-    assert isinstance(caught.value, EngineBroken)
 
 
 def test_weights_that_are_missing_are_named(exported, tmp_path):

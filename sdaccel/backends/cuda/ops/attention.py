@@ -164,7 +164,8 @@ def _cross(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: f
         return
     for parameters in cross_parameters(head_dim, keys, q.shape[1]):
         if parameters.shared(head_dim, keys) <= device.shared_per_block:
-            yield Tactic(str(parameters), partial(_run_cross, device, parameters, q, k, v, heads, scale))
+            run = partial(_run_cross, device, parameters, q, k, v, heads, scale)
+            yield Tactic(str(parameters), run, (("cross_attention.cu", parameters.defines(q.dtype, head_dim, keys)),))
 
 
 def _run_cross(device: Device, parameters: Cross, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Tensor:
@@ -273,7 +274,8 @@ def _flash_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, sca
         return
     for parameters in flash_sm90_parameters(device, head_dim, q.shape[0] * heads, q.shape[1]):
         if parameters.shared(head_dim) <= device.shared_per_block:
-            yield Tactic(str(parameters), partial(_run_flash_sm90, device, parameters, q, k, v, heads, scale))
+            run = partial(_run_flash_sm90, device, parameters, q, k, v, heads, scale)
+            yield Tactic(str(parameters), run, (("flash_attention_sm90.cu", parameters.defines(q.dtype, head_dim)),))
 
 
 def _run_flash_sm90(
@@ -350,7 +352,8 @@ def _flash_sm80(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, sca
         return
     for parameters in flash_sm80_parameters(head_dim):
         if parameters.shared(head_dim) <= device.shared_per_block:
-            yield Tactic(str(parameters), partial(_run_flash_sm80, device, parameters, q, k, v, heads, scale))
+            run = partial(_run_flash_sm80, device, parameters, q, k, v, heads, scale)
+            yield Tactic(str(parameters), run, (("flash_attention_sm80.cu", parameters.defines(q.dtype, head_dim)),))
 
 
 def _run_flash_sm80(

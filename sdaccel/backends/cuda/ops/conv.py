@@ -21,6 +21,8 @@ from sdaccel.backends.cuda.ops import conv_cudnn, linear
 from sdaccel.backends.cuda.ops.layout import empty_image
 from sdaccel.backends.cuda.tactic import Tactic
 
+FILE = "conv_sm90.cu"
+
 
 def reference(
     x: Tensor,
@@ -118,7 +120,7 @@ def _as_linear(device: Device, call: Call) -> Iterator[Tactic]:
     weight = call.weight.flatten(1)
     inner = linear.Call(call.x.movedim(1, -1), weight, call.bias, residual, x2, None, call.activation)
     for tactic in linear.ours(device, inner):
-        yield Tactic(tactic.name, _Pixels(tactic))
+        yield Tactic(tactic.name, _Pixels(tactic), tactic.sources)
 
 
 class _Pixels:
@@ -141,7 +143,8 @@ def _ours(device: Device, call: Call) -> Iterator[Tactic]:
     height, width = call.sides
     shape = Shape(call.x.shape[0], height, width, call.kernel, call.stride, call.padding)
     for tile in tiles(device, shape, call.x, call.x2, call.weight, call.activation):
-        yield Tactic(f"ours<{tile}>", Launch(device, tile, shape, call))
+        launch = Launch(device, tile, shape, call)
+        yield Tactic(f"ours<{tile}>", launch, ((FILE, launch.defines),))
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ class Launch:
             x = self._image_map(call.x, box)
             x2 = x if call.x2 is None else self._image_map(call.x2, box)
             self._made = (
-                kernel("conv_sm90.cu", "conv_sm90", self.defines),
+                kernel(FILE, "conv_sm90", self.defines),
                 (x, x2, tile.weight_map(weight, call.activation)),
             )
         run, maps = self._made

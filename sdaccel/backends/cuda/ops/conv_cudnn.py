@@ -21,7 +21,7 @@ from sdaccel.errors import BackendError
 if TYPE_CHECKING:
     from sdaccel.backends.cuda.ops.conv import Call
 
-PLANS = 3
+PLANS = 1
 """how many of the heuristic's are offered"""
 
 
@@ -122,7 +122,7 @@ def _build(
     y.set_output(True).set_data_type(kind).set_dim(list(out.shape)).set_stride(_strides(out))
     graph.validate()
     graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.create_execution_plans([cudnn.heur_mode.A])
     graph.check_support()
     return _Graph(graph, inputs, y)
 

@@ -21,6 +21,7 @@ from sdaccel.backends.cuda.launch import Device, Kernel, Long, TensorMap, kernel
 from sdaccel.backends.cuda.ops.layout import rows
 from sdaccel.backends.cuda.tactic import Tactic
 
+FILE = "gemm_sm90.cu"
 FEW_ROWS = 16
 """The most that the matrix-vector kernel takes."""
 
@@ -154,7 +155,8 @@ def ours(device: Device, call: Call) -> list[Tactic]:
     blocks = sum(-(-t.shape[1] // 64) for t in (x, x2) if t is not None)
     heights = {m: -(-call.rows // m) for m in HEIGHTS}
     tiles = best_tiles(device, heights, call.n, blocks, activation=call.activation)
-    return [Tactic(f"ours<{tile}>", _Launch(device, call, tile, x, x2, residual)) for tile in tiles]
+    launches = {f"ours<{tile}>": _Launch(device, call, tile, x, x2, residual) for tile in tiles}
+    return [Tactic(name, launch, ((FILE, launch.defines),)) for name, launch in launches.items()]
 
 
 class _Launch:
@@ -172,7 +174,7 @@ class _Launch:
             x = self._row_map(self._x)
             x2 = x if self._x2 is None else self._row_map(self._x2)
             weight = tile.weight_map(call.weight, call.activation)
-            self._made = kernel("gemm_sm90.cu", "gemm_sm90", self.defines), (x, x2, weight)
+            self._made = kernel(FILE, "gemm_sm90", self.defines), (x, x2, weight)
         run, maps = self._made
         out = call.result()
         k2 = 0 if self._x2 is None else self._x2.shape[1]

@@ -19,6 +19,7 @@ from sdaccel.backends.cuda.ops import elementwise, standard
 from sdaccel.backends.cuda.ops import group_norm as group_norm_op
 from sdaccel.backends.cuda.ops import layer_norm as layer_norm_op
 from sdaccel.backends.cuda.ops import linear as linear_op
+from sdaccel.backends.cuda.ops import upsample_conv as upsample_conv_op
 
 Attributes = Mapping[str, Any]
 
@@ -111,8 +112,7 @@ def upsample_conv(
     like: Tensor | None = None,
 ) -> Tensor:
     sides = (2 * x.shape[2], 2 * x.shape[3]) if like is None else (like.shape[2], like.shape[3])
-    large = choose.run(elementwise.upsample, x, sides=sides)
-    return choose.run(conv_op, large, weight, bias, None, None, None, stride=1, padding=1, activation="none")
+    return choose.run(upsample_conv_op, x, weight, bias, sides=sides)
 
 
 def views(choose: Chooser, attributes: Attributes, x: Tensor | None, *weights: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,9 +132,14 @@ def to_image(choose: Chooser, attributes: Attributes, x: Tensor, like: Tensor) -
 
 
 def timestep_embedding(choose: Chooser, attributes: Attributes, timestep: Tensor, frequencies: Tensor) -> Tensor:
-    angles = timestep.float()[:, None] * frequencies
-    parts = [angles.sin(), angles.cos()]
-    return torch.cat(parts[::-1] if attributes["flip_sin_to_cos"] else parts, -1).to(choose.dtype)
+    flip = bool(attributes["flip_sin_to_cos"])
+    return choose.run(
+        elementwise.timestep_embedding,
+        timestep.float(),
+        frequencies.reshape(-1),
+        flip_sin_to_cos=flip,
+        dtype=choose.dtype,
+    )
 
 
 def attention(

@@ -29,8 +29,9 @@ def tactics(
 ) -> list[Tactic]:
     found = [*_phases(device, x, weight, bias)] if tuple(sides) == (2 * x.shape[2], 2 * x.shape[3]) else []
     large = torch.empty((x.shape[0], *sides, x.shape[1]), dtype=x.dtype, device="meta").movedim(-1, 1)
-    for name in _names(device, large, weight, bias):
-        found.append(Tactic(name, _Larger(device, x, weight, bias, sides, name)))
+    for tactic in conv.tactics(device, large, weight, bias):  # the large image does not exist yet
+        run = _Larger(device, x, weight, bias, sides, tactic.name)
+        found.append(Tactic(tactic.name, run, tactic.sources))
     return found
 
 
@@ -64,10 +65,9 @@ def _phases(device: Device, x: Tensor, weight: Tensor, bias: Tensor | None) -> l
         return []
     shape = Shape(x.shape[0], x.shape[2], x.shape[3], 2, 1, 1, upsample=True)
     seen = torch.empty((4 * weight.shape[0], 2, 2, weight.shape[1]), dtype=weight.dtype, device="meta").movedim(-1, 1)
-    return [
-        Tactic(f"phases<{tile}>", _Phases(device, tile, shape, x, weight, bias))
-        for tile in conv.tiles(device, shape, x, None, seen, "none")
-    ]
+    tiles = conv.tiles(device, shape, x, None, seen, "none")
+    launches = {f"phases<{tile}>": _Phases(device, tile, shape, x, weight, bias) for tile in tiles}
+    return [Tactic(name, launch, ((conv.FILE, launch.defines),)) for name, launch in launches.items()]
 
 
 class _Phases:
@@ -83,11 +83,6 @@ class _Phases:
             launch = Launch(self._device, self._tile, self._shape, Call(self._x, phases, self._bias))
             self._made = phases, launch
         return self._made[1]()
-
-
-def _names(device: Device, large: Tensor, weight: Tensor, bias: Tensor | None) -> list[str]:
-    """What a convolution of the large image offers; it does not exist yet."""
-    return [tactic.name for tactic in conv.tactics(device, large, weight, bias)]
 
 
 class _Larger:
