@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sdaccel.backends.cuda.backend import PROMPT as PROMPT_INPUTS
 from sdaccel.backends.cuda.executor import Executor
 from sdaccel.backends.cuda.load_weights import load_weights
 from sdaccel.backends.cuda.lower import lower
@@ -16,7 +17,7 @@ from sdaccel.engine.weights import FILE
 from sdaccel.errors import BackendError, EngineBroken, UnsupportedCall
 from sdaccel.export.components import component_spec
 from sdaccel.export.to_onnx import bind_weights, check_graph
-from sdaccel.graph.hoist import PROMPT_INPUTS, invariant
+from sdaccel.graph.hoist import invariant
 from sdaccel.graph.optimize import optimize
 from tests import shapes
 from tests.export import tiny
