@@ -149,3 +149,23 @@ def test_dependent_launches_in_a_graph_see_what_came_before() -> None:
             graph.replay()
             error = (y.double() - expected.double()).norm() / expected.double().norm()
             assert float(error) < 20 * ROUNDING_REL[torch.float16]
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once() -> None:
+    """Blocks that wait for each other must not wait for those of another launch."""
+    device = Device.current()
+    x = image(1, 512, 128, 128, torch.float16)
+    scale, bias = vectors(512, x.dtype)
+    found = group_norm.tactics(device, x, scale, bias, groups=32, epsilon=1e-6, activation="silu")
+    expected = found[-1].run().double()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for tactic in found:
+        results = []
+        for turn in range(60):
+            with torch.cuda.stream(streams[turn % 2]):
+                results.append(tactic.run())
+        torch.cuda.synchronize()
+        for y in results:
+            assert float((y.double() - expected).norm() / expected.norm()) < 2 * ROUNDING_REL[x.dtype], tactic.name

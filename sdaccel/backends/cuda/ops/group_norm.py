@@ -6,6 +6,7 @@ activation: none | silu.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdaccel.backends.cuda.launch import Device, Long, kernel
+from sdaccel.backends.cuda.launch import Device, Kernel, Long, kernel
 from sdaccel.backends.cuda.ops.layout import C_TYPE, HALVES, aligned, empty_image, pixels
 from sdaccel.backends.cuda.tactic import Tactic
 
 FILE = "group_norm.cu"
 MAX_THREADS, UNROLL = 512, 4  # as in the source
+COOPERATIVE = "cooperative" in inspect.signature(Kernel.__call__).parameters
 VARIANTS = [
     (FILE, "group_norm_fused", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_stats", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
+    (FILE, "group_norm_persistent", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_apply", {"SDACCEL_T": "bf16_t", "SILU": 1, "STREAM": 1}, (7, 5)),
 ]
 
@@ -67,11 +70,15 @@ def tactics(
         channels = scale.shape[0]
         shape = Shape(x.shape[0], math.prod(x.shape[2:]), channels, channels // groups)
 
-        def run(how: Fused | TwoPass) -> Tactic:
+        def run(how: Fused | TwoPass | Persistent) -> Tactic:
             return Tactic(how.name, lambda: how(device, shape, x, x2, add, scale, bias, epsilon, activation == "silu"))
 
         fused = sorted(Fused.options(device, shape), key=lambda how: (how.cost(device, shape), how.name))[:6]
-        ours: list[Fused | TwoPass] = [*fused, *TwoPass.options(device, shape)]
+        ours: list[Fused | TwoPass | Persistent] = [
+            *fused,
+            *TwoPass.options(device, shape),
+            *Persistent.options(device, shape),
+        ]
         found = [(how.cost(device, shape), run(how)) for how in ours]
     return [tactic for _, tactic in sorted(found, key=lambda pair: pair[0])] + [Tactic("torch", plain)]
 
@@ -287,4 +294,67 @@ class TwoPass:
                     shared=8 * groups,
                     pdl=hopper,
                 )
+        return y
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """Both in one cooperative launch: ``resident`` of what each thread reads stays in shared memory, more in L2."""
+
+    resident: int
+
+    @property
+    def name(self) -> str:
+        return f"ours<resident={self.resident}>"
+
+    @classmethod
+    def options(cls, device: Device, shape: Shape) -> list[Persistent]:
+        """One for images that are worth a wait of all multiprocessors for each other."""
+        if not COOPERATIVE or shape.bytes < 4 << 20 or shape.images > device.sms // 8:
+            return []
+        threads, items = cls._threads(device, shape)
+        room = device.shared_per_block - _scratch(shape.channels, shape.per_group, threads)
+        return [cls(min(items, room // (16 * threads)))]
+
+    @staticmethod
+    def _threads(device: Device, shape: Shape) -> tuple[int, int]:
+        """Threads of a block, and the rows that each reads."""
+        share = -(-shape.rows // (device.sms // shape.images))
+        threads = _threads(shape.channels, share)
+        return threads, -(-share // (threads // (shape.channels // 8)))
+
+    def cost(self, device: Device, shape: Shape) -> float:
+        threads, items = self._threads(device, shape)
+        blocks = device.sms // shape.images * shape.images
+        held = 16 * threads * min(self.resident, items) * blocks + 0.6 * device.l2_bytes
+        return 7.0 + (2 + max(0.0, 1 - held / shape.bytes)) * shape.bytes / 4e6
+
+    def __call__(
+        self,
+        device: Device,
+        shape: Shape,
+        x: Tensor,
+        x2: Tensor | None,
+        add: Tensor | None,
+        scale: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        silu: bool,
+    ) -> Tensor:
+        threads, _ = self._threads(device, shape)
+        blocks = device.sms // shape.images
+        groups = shape.channels // shape.per_group
+        y = empty_image(x, shape.channels)
+        partials = torch.empty((shape.images, groups, blocks, 4), dtype=torch.float32, device=x.device)
+        counters = torch.zeros(shape.images, dtype=torch.int32, device=x.device)
+        keep = int(0.7 * device.l2_bytes / (16 * threads * blocks * shape.images))
+        norm = kernel(FILE, "group_norm_persistent", {"SDACCEL_T": C_TYPE[x.dtype], "SILU": int(silu), "STREAM": 0})
+        sizes = [shape.rows, shape.channels, shape.per_group]
+        norm(
+            (blocks, 1, shape.images),
+            threads,
+            [*_source(x, x2, add), scale, bias, y, partials, counters, *sizes, epsilon, self.resident, keep],
+            shared=16 * threads * self.resident + _scratch(shape.channels, shape.per_group, threads),
+            cooperative=True,
+        )
         return y
