@@ -171,12 +171,13 @@ class Kernel:
         shared: int = 0,
         cluster: int = 1,
         pdl: bool = False,
+        cooperative: bool = False,
     ) -> None:
         """Launches ``grid`` blocks of ``block`` threads on torch's current stream, ``shared`` in bytes.
 
         args: a tensor is its data pointer, None a null pointer, int an int32, float a float32, `Long` an int64,
         `TensorMap` 128 bytes by value. pdl: may start before the kernel before it ends (it must wait itself).
-        Raises BackendError.
+        cooperative: all blocks run at once, or none does. Raises BackendError.
         """
         driver = _driver()
         if shared > self._shared:
@@ -198,6 +199,11 @@ class Kernel:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
             attributes.append(attribute)
         config.attrs = attributes
         config.numAttrs = len(attributes)
