@@ -249,7 +249,7 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
                 auto cursor = problem.cursor(begin);
                 for (int block = begin; block < end; ++block) {
                     const uint32_t full = ring.full(ring.stage);
-                    hopper::barrier_wait<(MULTICAST > 0)>(ring.empty(ring.stage), ring.phase ^ 1);
+                    hopper::barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
                     hopper::barrier_expect(full, A_BYTES + B_BYTES);
                     problem.load_a(tile, cursor, ring.a(), full);
                     load_b(problem, tile, cursor, rank, ring.b(), full);

@@ -22,12 +22,13 @@ SDACCEL_DEVICE void barrier_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// The same barrier of another block of the cluster.
+// The same barrier of another block of the cluster. Orders nothing for ordinary memory of the cluster: a wider scope
+// costs a fence of the whole chip and the L1 cache at every call.
 SDACCEL_DEVICE void barrier_arrive_remote(uint32_t bar, int rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
         "r"(rank)
         : "memory");
 }
@@ -49,19 +50,6 @@ SDACCEL_DEVICE bool barrier_try_wait(uint32_t bar, int parity) {
     return done;
 }
 
-// The same, ordering what blocks of the cluster released through barrier_arrive_remote.
-SDACCEL_DEVICE bool barrier_try_wait_cluster(uint32_t bar, int parity) {
-    uint32_t done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(bar), "r"(parity)
-        : "memory");
-    return done;
-}
-
 SDACCEL_DEVICE uint64_t nanoseconds() {
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -69,13 +57,12 @@ SDACCEL_DEVICE uint64_t nanoseconds() {
 }
 
 // Until the phase of this parity is complete; parity 1 of a fresh barrier counts as complete.
-template <bool CLUSTER = false>
 SDACCEL_DEVICE void barrier_wait(uint32_t bar, int parity) {
-    if (CLUSTER ? barrier_try_wait_cluster(bar, parity) : barrier_try_wait(bar, parity)) return;
+    if (barrier_try_wait(bar, parity)) return;
 #ifdef SDACCEL_SPIN_LIMIT
     const uint64_t start = nanoseconds();
 #endif
-    while (!(CLUSTER ? barrier_try_wait_cluster(bar, parity) : barrier_try_wait(bar, parity))) {
+    while (!barrier_try_wait(bar, parity)) {
 #ifdef SDACCEL_SPIN_LIMIT
         if (nanoseconds() - start > uint64_t(SDACCEL_SPIN_LIMIT) * 1000000u) asm volatile("trap;");
 #endif

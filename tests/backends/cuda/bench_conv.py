@@ -1,4 +1,6 @@
-"""Microseconds of every tactic: python -m tests.backends.cuda.bench_conv [part of a shape's name [tiles a shape]]"""
+"""Microseconds of every tactic:
+python -m tests.backends.cuda.bench_conv [part of a shape's name [tiles a shape [multicast]]]
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def image(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.float16).contiguous(memory_format=torch.channels_last)
 
 
-def main(wanted: str = "", offered: str = "6") -> None:
-    gemm.OFFERED = int(offered)
+def main(wanted: str = "", offered: str = "6", multicast: str = "") -> None:
+    gemm.OFFERED, gemm.MULTICAST = int(offered), bool(multicast)
     device = Device.current()
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     cases = {}
@@ -78,4 +80,4 @@ def main(wanted: str = "", offered: str = "6") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])
