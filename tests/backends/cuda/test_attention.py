@@ -144,7 +144,9 @@ def test_cuda_graph() -> None:
         assert error(result, expected) < ATTENTION_REL[torch.float16], tactic.name
 
 
-def test_reference_is_sdpa() -> None:
+@pytest.mark.parametrize("memory", [attention.SCORES_BYTES, 1000, 200, 1])
+def test_reference_is_sdpa(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    monkeypatch.setattr(attention, "SCORES_BYTES", memory)
     q, k, v = torch.randn(2, 5, 24).double(), torch.randn(2, 7, 24).double(), torch.randn(2, 7, 24).double()
     by_head = [x.unflatten(-1, (3, 8)).transpose(1, 2) for x in (q, k, v)]
     for causal in (False, True):

@@ -39,12 +39,19 @@ _ELEMENTS = {torch.float16: "half_t", torch.bfloat16: "bf16_t"}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float, causal: bool = False) -> Tensor:
-    """In the inputs' own type; holds all scores at once."""
-    queries, keys, values = (_by_head(x, heads) for x in (q, k, v))
-    scores = queries @ keys.mT * scale
-    if causal:
-        scores = scores.masked_fill(_later(q.shape[1], k.shape[1], q.device), -math.inf)
-    return _joined(scores.softmax(-1) @ values)
+    """In the inputs' own type; holds the scores of some query rows of some heads at a time, `SCORES_BYTES` of them."""
+    queries, keys, values = (_by_head(x, heads).flatten(0, 1) for x in (q, k, v))
+    out = torch.empty_like(queries)
+    row_bytes = 2 * q.element_size() * k.shape[1]  # scores and weights
+    rows = max(1, min(q.shape[1], SCORES_BYTES // row_bytes))
+    some = max(1, SCORES_BYTES // (rows * row_bytes))  # heads
+    for head, row in itertools.product(range(0, len(out), some), range(0, q.shape[1], rows)):
+        part = slice(head, head + some), slice(row, row + rows)
+        scores = queries[part] @ keys[part[0]].mT * scale
+        if causal:
+            scores = scores.masked_fill(_later(q.shape[1], k.shape[1], q.device)[part[1]], -math.inf)
+        out[part] = scores.softmax(-1) @ values[part[0]]
+    return _joined(out.unflatten(0, (q.shape[0], heads)))
 
 
 def tactics(

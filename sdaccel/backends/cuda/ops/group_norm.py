@@ -6,7 +6,6 @@ activation: none | silu.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdaccel.backends.cuda.launch import Device, Kernel, Long, kernel
+from sdaccel.backends.cuda.launch import Device, Long, kernel
 from sdaccel.backends.cuda.ops.layout import C_TYPE, HALVES, aligned, empty_image, pixels
 from sdaccel.backends.cuda.tactic import Tactic
 
 FILE = "group_norm.cu"
 MAX_THREADS, UNROLL = 512, 4  # as in the source
-COOPERATIVE = "cooperative" in inspect.signature(Kernel.__call__).parameters
 VARIANTS = [
     (FILE, "group_norm_fused", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_stats", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
@@ -310,7 +308,7 @@ class Persistent:
     @classmethod
     def options(cls, device: Device, shape: Shape) -> list[Persistent]:
         """One for images that are worth a wait of all multiprocessors for each other."""
-        if not COOPERATIVE or shape.bytes < 4 << 20 or shape.images > device.sms // 8:
+        if shape.bytes < 4 << 20 or shape.images > device.sms // 8:
             return []
         threads, items = cls._threads(device, shape)
         room = device.shared_per_block - _scratch(shape.channels, shape.per_group, threads)
