@@ -282,7 +282,7 @@ def _check(result: tuple[Any, ...], where: str) -> tuple[Any, ...]:
 # --- tensor maps ------------------------------------------------------------------------------------------------------
 
 # CUtensorMapDataType, CUtensorMapSwizzle and so on, from cuda.h
-_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 10, torch.float32: 7}
+_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
