@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,8 @@ TACTICS = "tactics.json"
 CUBINS = "cubins.safetensors"
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEAST = (7, 5)
+
+_log = logging.getLogger("sdaccel.cuda")
 
 # Inputs that stay the same for all steps of a prompt.
 PROMPT = ("encoder_hidden_states", "y")
@@ -111,14 +114,22 @@ class Cuda(Backend):
                     job.progress(f"tuning for {profile}", 0.2 + share * index)
                     inputs = random_inputs(model, profile, device)
                     choices = executor.tune(inputs, tuner)
-                    microseconds = sum(choice.microseconds or 0.0 for choice in choices)
-                    profiles.append({"tactics": tactic_counts(choices), "tuned_microseconds": round(microseconds, 1)})
                     cache.save()
+                    error = _check_replays(executor, inputs, dtype)
+                    microseconds = sum(choice.microseconds or 0.0 for choice in choices)
+                    profiles.append(
+                        {
+                            "tactics": tactic_counts(choices),
+                            "tuned_microseconds": round(microseconds, 1),
+                            "replay_error": error,
+                        }
+                    )
         finally:
             executor.forget()
-            del executor, weights
+            executor.weights.clear()
+            del weights
             torch.cuda.empty_cache()
-        document = {"precision": job.precision, "measured": table.to_json()}
+        document = {"precision": job.precision, "dependent": executor.dependent, "measured": table.to_json()}
         (folder / TACTICS).write_text(json.dumps(document, indent=1), encoding="utf-8")
         _save_cubins(folder, cubins)
         ops: dict[str, int] = {}
@@ -157,6 +168,7 @@ class Cuda(Backend):
             document = json.loads((folder / TACTICS).read_text(encoding="utf-8"))
             table = TacticTable.from_json(document["measured"])
             dtype = TYPES[document["precision"]]
+            dependent = bool(document["dependent"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EngineBroken(f"{folder / TACTICS} cannot be read: {error}.") from error
         _load_cubins(folder)
@@ -165,7 +177,7 @@ class Cuda(Backend):
             tensors = load_weights(plan, weights, dtype, device, shared)
         except torch.cuda.OutOfMemoryError as error:
             raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
-        return CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value()))
+        return CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent))
 
 
 class CudaEngine(LoadedEngine):
@@ -176,6 +188,22 @@ class CudaEngine(LoadedEngine):
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
     ) -> dict[str, torch.Tensor]:
         return self.executor.run(inputs, outputs)
+
+
+def _check_replays(executor: Any, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> float:
+    """The error of replays against the steps; kernels no longer overlap if that is its cause. Raises BackendError."""
+    from sdaccel.backends.cuda.tuner import TOLERANCE
+
+    limit = 10 * TOLERANCE[dtype]
+    error = executor.replay_error(inputs)
+    if not error <= limit and executor.dependent:
+        _log.warning("kernels that overlap give another result (error %.2g): they will not overlap.", error)
+        executor.forget()
+        executor.dependent = False
+        error = executor.replay_error(inputs)
+    if not error <= limit:
+        raise BackendError(f"the CUDA graph differs from its steps by {error:.2g} (at most {limit:g}).")
+    return error
 
 
 def random_inputs(model: Any, profile: OptimizationProfile, device: torch.device) -> dict[str, torch.Tensor]:

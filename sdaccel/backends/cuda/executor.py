@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sdaccel.backends.cuda.launch import CACHE, Device
+from sdaccel.backends.cuda.launch import CACHE, Device, dependent_launches
 from sdaccel.backends.cuda.ops import elementwise
 from sdaccel.backends.cuda.ops.registry import OPS
 from sdaccel.backends.cuda.plan import ExecutionPlan, Step
 from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable
-from sdaccel.backends.cuda.tuner import Tuner
+from sdaccel.backends.cuda.tuner import Tuner, relative_error
 from sdaccel.errors import BackendError, UnsupportedCall
 
 Values = dict[str, Tensor | None]
@@ -177,12 +177,15 @@ class Executor:
         device: torch.device,
         table: TacticTable | None = None,
         graphs: int = 8,
+        dependent: bool = True,
     ):
         self.plan = plan
         self.dtype = dtype
         self.device = device
         self.weights = dict(weights)
         self.graphs = graphs
+        self.dependent = dependent
+        """Whether kernels of a graph may start before the one before them ends."""
         self._constants = {
             name: value if not value.is_floating_point() else value.to(device) for name, value in plan.constants.items()
         }
@@ -234,6 +237,18 @@ class Executor:
         with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
             self._step_by_step(given, self.plan.outputs)
         return list(self._chooser.choices)
+
+    def replay_error(self, inputs: Mapping[str, Tensor], replays: int = 3) -> float:
+        """The largest difference of any output between the steps, one by one, and replays of their graph.
+
+        |a - b| / |b|. In a graph kernels follow each other at once and may overlap: what one reads too early shows here
+        alone.
+        """
+        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
+        with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+            expected = self._step_by_step(given, self.plan.outputs)
+            found = [self.run(given) for _ in range(replays)]
+        return max(relative_error(each[name], expected[name]) for each in found for name in expected)
 
     def forget(self) -> None:
         """Lets go of all graphs and their memory."""
@@ -306,7 +321,10 @@ class Executor:
         here = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(here)
-        with torch.cuda.stream(side):  # compiles kernels and makes handles and plans, none of which a capture may
+        with (
+            torch.cuda.stream(side),
+            dependent_launches(self.dependent),
+        ):  # compiles kernels and makes handles and plans, none of which a capture may
             self._step_by_step(static, wanted)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -315,12 +333,18 @@ class Executor:
         lasting = {name for step in self.plan.steps for name in step.inputs} | set(wanted)
         if self.plan.prologue:
             prologue = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(prologue, stream=side, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(prologue, stream=side, capture_error_mode="thread_local"),
+                dependent_launches(self.dependent),
+            ):
                 values.update(_laid_out(static))
                 self._run(self.plan.prologue, values, lasting, prompt)
         lasting_values = dict(values)
         main = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(main, pool=self._turns.pool, stream=side, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.graph(main, pool=self._turns.pool, stream=side, capture_error_mode="thread_local"),
+            dependent_launches(self.dependent),
+        ):
             values.update(_laid_out(static))
             self._run(self.plan.steps, values, set(wanted))
             outputs = {name: _plain(values[name]) for name in wanted}

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,19 @@ CACHE = KernelCache()
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+_dependent: ContextVar[bool] = ContextVar("dependent", default=True)
+
+
+@contextmanager
+def dependent_launches(allowed: bool) -> Iterator[None]:
+    """Whether kernels launched inside may start before the one before them ends (programmatic dependent launch)."""
+    token = _dependent.set(allowed)
+    try:
+        yield
+    finally:
+        _dependent.reset(token)
+
+
 @dataclass(frozen=True)
 class Long:
     """An int64 argument."""
@@ -195,7 +209,7 @@ class Kernel:
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
             attributes.append(attribute)
-        if pdl:
+        if pdl and _dependent.get():
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1

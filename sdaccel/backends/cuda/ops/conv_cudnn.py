@@ -1,4 +1,7 @@
-"""Convolution, bias, residual and activation as one cuDNN graph, if nvidia-cudnn-frontend is installed.
+"""Convolution, bias and activation as one cuDNN graph, if nvidia-cudnn-frontend is installed.
+
+No residual: cuDNN 9.19 launches such a graph dependent on the kernel before it and reads the residual without waiting
+for that kernel, so that a residual made just before is read half-written (seen in CUDA graphs on an H200).
 
 Plans come in the order of cuDNN's heuristic; a tactic is a place in that order. Graphs are built once a shape and kept.
 """
@@ -27,7 +30,9 @@ PLANS = 1
 
 def tactics(call: Call) -> list[Tactic]:
     """None where the package is missing, or the call has a part that the graph does not express."""
-    if _cudnn() is None or call.add is not None or call.activation not in ("none", "silu"):
+    if _cudnn() is None or call.add is not None or call.residual is not None:
+        return []
+    if call.activation not in ("none", "silu"):
         return []
     if call.x.dtype not in (torch.float16, torch.bfloat16) or min(call.sides) < 1:
         return []
@@ -52,7 +57,7 @@ def _handle(device: int) -> Any:
 class _Graph:
     graph: Any
     inputs: list[Any]
-    """of the graph: x, weight, then bias and residual where they are given"""
+    """of the graph: x, weight, then bias where it is given"""
     output: Any
     workspaces: dict[int, int] = field(default_factory=dict)
     """plan → bytes, of the plans that are built"""
@@ -67,14 +72,11 @@ def _run(call: Call, index: int) -> Tensor:
     cudnn = _cudnn()
     x = call.x if call.x2 is None else torch.cat((call.x, call.x2), 1)
     x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, call.weight))
-    residual = call.residual
-    if residual is not None:
-        residual = residual.contiguous(memory_format=torch.channels_last)
     bias = None if call.bias is None else call.bias.view(1, -1, 1, 1)
     out = call.result()
-    given = [t for t in (x, weight, bias, residual) if t is not None]
+    given = [t for t in (x, weight, bias) if t is not None]
     device = x.device.index or 0
-    options = (bias is not None, residual is not None, call.stride, call.padding, call.activation)
+    options = (bias is not None, call.stride, call.padding, call.activation)
     key = (device, x.dtype, tuple(x.shape), tuple(weight.shape), *options)
     with _lock:
         handle = _handle(device)
@@ -102,7 +104,6 @@ def _build(
     given: list[Tensor],
     out: Tensor,
     biased: bool,
-    added: bool,
     stride: int,
     padding: int,
     activation: str,
@@ -115,8 +116,8 @@ def _build(
         for i, t in enumerate(given)
     ]
     y = graph.conv_fprop(image=inputs[0], weight=inputs[1], padding=[padding] * 2, stride=[stride] * 2, dilation=[1, 1])
-    for term in inputs[2:]:
-        y = graph.add(a=y, b=term)
+    if biased:
+        y = graph.add(a=y, b=inputs[2])
     if activation == "silu":
         y = graph.swish(input=y)
     y.set_output(True).set_data_type(kind).set_dim(list(out.shape)).set_stride(_strides(out))
