@@ -22,7 +22,7 @@ from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ProfileError, UnsupportedCall
 from sdaccel.profile import OptimizationProfile, choose
 
-# Values that BLAS sums in one thread.
+# As many values as BLAS sums in one thread.
 SMALL = 10_000
 
 FALLBACK_ERRORS = (UnsupportedCall, ProfileError, EngineBroken, EngineNotFound, BackendError)
@@ -137,6 +137,8 @@ class Candidate:
     index: int
     profile: OptimizationProfile
     label: str
+    plan: tuple[str, ...]
+    """Engines that differ in their profiles alone share it."""
 
 
 class ExecutionContext:
@@ -154,7 +156,7 @@ class ExecutionContext:
         self.device = backend.device_type()
         self.engines = list(engines)
         self.candidates = [
-            Candidate(entry, index, profile, str(profile))
+            Candidate(entry, index, profile, str(profile), _plan(entry))
             for entry in self.engines
             for index, profile in enumerate(entry.engine.profiles)
         ]
@@ -188,7 +190,7 @@ class ExecutionContext:
         while True:
             candidate = self._choose(inputs)
             try:
-                return candidate, self._load(candidate.entry)
+                return candidate, self._load(candidate)
             except (EngineBroken, EngineNotFound, BackendError) as error:
                 self._broken[candidate.entry.key] = error
             except OSError as error:
@@ -205,13 +207,19 @@ class ExecutionContext:
             known = self._chosen[asked] = alive[choose([candidate.profile for candidate in alive], sizes)]
         return known
 
-    def _load(self, entry: Entry) -> LoadedEngine:
-        """The engine, verified and loaded; engines that differ in their profiles alone share one."""
-        plan = tuple(digest for _, info in sorted(entry.files.items()) for digest in info.sha256)
-        if plan not in self._loaded:
+    def _load(self, candidate: Candidate) -> LoadedEngine:
+        """The engine, verified and loaded."""
+        entry = candidate.entry
+        if candidate.plan not in self._loaded:
             self.store.open_engine(entry.key)
-            self._loaded[plan] = self.backend.load(entry.path, self.store.root / "weights", entry.engine.inputs)
-        return self._loaded[plan]
+            self._loaded[candidate.plan] = self.backend.load(
+                entry.path, self.store.root / "weights", entry.engine.inputs
+            )
+        return self._loaded[candidate.plan]
+
+
+def _plan(entry: Entry) -> tuple[str, ...]:
+    return tuple(digest for _, info in sorted(entry.files.items()) for digest in info.sha256)
 
 
 def axis_sizes(component: str, specs: Mapping[str, TensorSpec], inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -235,20 +243,17 @@ def axis_sizes(component: str, specs: Mapping[str, TensorSpec], inputs: Mapping[
 
 def unusable(tensor: torch.Tensor) -> str | None:
     """Why ``tensor`` cannot be a result (NaN, infinite, constant); None if it can."""
-    if tensor.numel() < 2 or _clearly_usable(tensor):
+    size = tensor.numel()
+    if size < 2:
         return None
+    if size <= SMALL and tensor.is_cpu and tensor.dtype is torch.float32 and not tensor.requires_grad:
+        # One sum tells that all is finite; torch takes longer over a few values.
+        values = tensor.numpy()
+        if math.isfinite(np.vdot(values, values)) and values.item(0) != values.item(-1):
+            return None
     low, high = torch.stack(tensor.detach().aminmax()).tolist()
     if math.isnan(low) or math.isnan(high):
         return "NaN"
     if math.isinf(low) or math.isinf(high):
         return "infinite values"
     return f"the constant {low:g}" if low == high else None
-
-
-def _clearly_usable(tensor: torch.Tensor) -> bool:
-    """Whether one sum tells that all values are finite and two of them differ: cheaper than torch for a few values."""
-    small = tensor.numel() <= SMALL and tensor.is_cpu and tensor.dtype is torch.float32 and not tensor.requires_grad
-    if not small:
-        return False
-    values = tensor.numpy()
-    return math.isfinite(np.vdot(values, values)) and values.item(0) != values.item(-1)

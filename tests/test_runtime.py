@@ -197,3 +197,12 @@ def test_unusable_outputs(dtype):
         assert unusable(spoiled) == name
     assert unusable(torch.zeros(4, dtype=dtype)) == "the constant 0"
     assert unusable(torch.zeros(1, dtype=dtype)) is None and unusable(torch.zeros(0, dtype=dtype)) is None
+
+
+def test_unusable_says_the_same_of_few_values_and_of_many():
+    few, many = torch.linspace(-1, 1, 9), torch.linspace(-1, 1, 20_000)
+    for values in (few, many, few.view(3, 3).t(), 1e38 * few, few.requires_grad_()):
+        assert unusable(values) is None
+    assert unusable(torch.tensor([1.0, 2.0, 1.0])) is None
+    assert unusable(torch.tensor([float("inf"), float("-inf"), 0.0])) == "infinite values"
+    assert unusable(torch.full((20_000,), 3e38)) == unusable(torch.full((4,), 3e38)) == "the constant 3e+38"

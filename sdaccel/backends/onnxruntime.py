@@ -208,7 +208,7 @@ def _read(path: Path, offset: int, length: int) -> np.ndarray:
 
 def _array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     """``tensor`` as an array, without a copy (or a call into torch) that is not needed."""
-    if tensor.dtype is not dtype or tensor.device.type != "cpu" or tensor.requires_grad:
+    if tensor.dtype is not dtype or not tensor.is_cpu or tensor.requires_grad:
         tensor = tensor.detach().to("cpu", dtype)
     return tensor.contiguous().numpy()
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from sdaccel.errors import UnsupportedCall
 from sdaccel.export.components import residual_layout
 from sdaccel.integrations.swap import HALF, Swap, Target
+from sdaccel.integrations.watch import ModuleWatch
 
 
 def swap_class(component: str) -> type[Swap]:
@@ -20,6 +22,10 @@ def swap_class(component: str) -> type[Swap]:
 
 
 class UNetSwap(Swap):
+    def __init__(self, component: str, module: nn.Module, watch: ModuleWatch):
+        super().__init__(component, module, watch)
+        self._text_time = getattr(module.config, "addition_embed_type", None) == "text_time"
+
     def run(
         self,
         target: Target,
@@ -52,19 +58,20 @@ class UNetSwap(Swap):
             if value is not None:
                 raise UnsupportedCall(f"the UNet was called with {name}, which engines do not take.")
         _need_tensors(sample=sample, encoder_hidden_states=encoder_hidden_states)
-        batch = sample.shape[0]
         inputs = {
             "sample": sample,
-            "timestep": _timesteps(timestep, batch, sample.device),
+            "timestep": _timesteps(timestep, sample),
             "encoder_hidden_states": encoder_hidden_states,
         }
-        vector = self._vector(added_cond_kwargs or {})
-        if vector is not None:
-            inputs["y"] = vector
+        if self._text_time or added_cond_kwargs:
+            inputs["y"] = self._vector(added_cond_kwargs or {})
         if timestep_cond is not None:
             inputs["timestep_cond"] = timestep_cond
-        inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
-        out = _like(target.run(inputs)["sample_out"], sample)
+        if down_block_additional_residuals is not None or mid_block_additional_residual is not None:
+            inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
+        out = target.run(inputs)["sample_out"]
+        if out.dtype is not sample.dtype or out.device != sample.device:
+            out = out.to(sample.device, sample.dtype)
         if not return_dict:
             return (out,)
         from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
@@ -73,8 +80,6 @@ class UNetSwap(Swap):
 
     def _residuals(self, down: Sequence[torch.Tensor] | None, mid: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """ControlNet's residuals: all or none. Down residuals alone mean a T2I-Adapter to the UNet."""
-        if down is None and mid is None:
-            return {}
         if down is None or mid is None:
             raise UnsupportedCall("the UNet was called with residuals of the down path or of the middle alone.")
         wanted = len(residual_layout(self.module.config)) - 1  # type: ignore[arg-type]
@@ -82,15 +87,12 @@ class UNetSwap(Swap):
             raise UnsupportedCall(f"the UNet was called with {len(down)} down residuals; engines take {wanted}.")
         return {"mid_residual": mid} | {f"down_residual_{index}": residual for index, residual in enumerate(down)}
 
-    def _vector(self, added: Mapping[str, Any]) -> torch.Tensor | None:
+    def _vector(self, added: Mapping[str, Any]) -> torch.Tensor:
         """SDXL's vector: pooled text, then Fourier features of the time ids, as the UNet's own forward joins them."""
-        text_time = getattr(self.module.config, "addition_embed_type", None) == "text_time"
-        known = {"text_embeds", "time_ids"} if text_time else set()
+        known = {"text_embeds", "time_ids"} if self._text_time else set()
         for name in added:
             if name not in known:
                 raise UnsupportedCall(f"the UNet was called with {name} (IP-Adapter), which engines do not take.")
-        if not text_time:
-            return None
         if set(added) != known:
             raise UnsupportedCall("the UNet needs text_embeds and time_ids.")
         text, ids = added["text_embeds"], added["time_ids"]
@@ -98,24 +100,20 @@ class UNetSwap(Swap):
         return torch.cat([text.float(), features.float()], dim=-1)
 
 
-def _timesteps(timestep: torch.Tensor | float | int, batch: int, device: torch.device) -> torch.Tensor:
-    """float32 [batch] on ``device``."""
-    number = not isinstance(timestep, torch.Tensor) or (timestep.is_cpu and not timestep.dim())
-    if number and device.type == "cpu":
-        return _constant(float(timestep), batch)
-    return torch.as_tensor(timestep, device=device).float().expand(batch)
+def _timesteps(timestep: torch.Tensor | float | int, sample: torch.Tensor) -> torch.Tensor:
+    """float32, one for each of ``sample``."""
+    number = isinstance(timestep, (int, float)) or (
+        isinstance(timestep, torch.Tensor) and timestep.is_cpu and not timestep.dim()
+    )
+    if number and sample.is_cpu:
+        return _constant(float(timestep), len(sample))
+    return torch.as_tensor(timestep, device=sample.device).float().expand(len(sample))
 
 
 @functools.lru_cache(maxsize=4096)
 def _constant(value: float, batch: int) -> torch.Tensor:
     """Schedulers come back to the same timesteps in every generation. Not to be written to."""
     return torch.full((batch,), value)
-
-
-def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the device and in the dtype of ``other``, without a call into torch where it is so already."""
-    same = tensor.dtype is other.dtype and tensor.device == other.device
-    return tensor if same else tensor.to(other.device, other.dtype)
 
 
 class TextSwap(Swap):

@@ -25,7 +25,7 @@ from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import SettingError
 from sdaccel.export.components import source_of
 from sdaccel.integrations.components import swap_class
-from sdaccel.integrations.swap import Swap, find_swap, stack, swaps_of
+from sdaccel.integrations.swap import Swap, find_swap, running, swaps_of
 from sdaccel.integrations.watch import ModuleWatch
 from sdaccel.models.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile
@@ -188,7 +188,7 @@ class Accelerated:
             report = RunReport()
             outer = getattr(self._reports, "running", None)
             self._reports.last = self._reports.running = self._latest = report
-            stack().append(self)
+            running.pipelines.append(self)
             self.careful, before = careful, self.careful
             try:
                 for note in self.notes:
@@ -203,7 +203,7 @@ class Accelerated:
                 self._check_in_place(report)
                 return result
             finally:
-                stack().pop()
+                running.pipelines.pop()
                 self.careful = before
                 self._reports.running = outer
                 if outer is not None:

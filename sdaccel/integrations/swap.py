@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 HALF = (torch.float16, torch.bfloat16)
 
-_running = threading.local()
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.pipelines: list[Accelerated] = []
+        """The accelerated pipelines that this thread is in a call of, outermost first."""
 
 
-def stack() -> list[Accelerated]:
-    """The accelerated pipelines that this thread is in a call of, outermost first."""
-    if not hasattr(_running, "stack"):
-        _running.stack = []
-    return _running.stack
+running = _Running()
 
 
 class Target(NamedTuple):
@@ -155,9 +155,9 @@ class Swap:
         owners = self._owners
         if not owners:
             return None
-        running = next((pair for owner in reversed(stack()) for pair in owners if pair[0] is owner), None)
-        owner, context = running or owners[-1]
-        return Target(context, owner.last_report, owner.fallback, owner.careful, running is not None)
+        found = next((pair for pipe in reversed(running.pipelines) for pair in owners if pair[0] is pipe), None)
+        owner, context = found or owners[-1]
+        return Target(context, owner.last_report, owner.fallback, owner.careful, found is not None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = self._target()

@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 SAMPLES = 16
 
-# The share of the time that may go into looking at everything, and as much into reading weights whole.
+# The share of the time that may go into looking at everything, as much into glances and into reading weights whole.
 SHARE = 1 / 400
-# A glance looks at every so many'th attention, at others each time.
-STRIDE = 4
+# A glance looks at every so many'th weight.
+STRIDE = 64
 
 # They compute what plain scaled-dot-product attention computes; any other processor may not.
 PLAIN_PROCESSORS = frozenset(
@@ -83,9 +83,9 @@ class ModuleWatch:
     """Watches one module from the moment it is made.
 
     `reason` is asked at every call. A look at every module and weight takes milliseconds (they lie all over the
-    memory), so for a while after one it only glances: at the module itself, its first weight, hooks, FreeU and, in
-    turn, some attentions and another weight. Host programs change the rest between generations, each of which begins
-    with `look_closer`, or before its first call (`unsettle`), or in code around the calls (``careful``).
+    memory), so for a while after one it only sees the module's own class and attributes and new hooks, and glances now
+    and then at attention, FreeU and a few weights. Host programs change the rest between generations, each of which
+    begins with `look_closer`, or before its first call (`unsettle`), or in code around the calls (``careful``).
     """
 
     def __init__(self, module: nn.Module):
@@ -104,9 +104,8 @@ class ModuleWatch:
         self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
         for weight in self._weights:
             weight.remember()
-        self._looked = self._looked_closer = -math.inf
-        self._cost = self._closer_cost = 0.0
-        self._glances = 0
+        self._looked = self._looked_closer = self._glanced = -math.inf
+        self._cost = self._closer_cost = self._glance_cost = 0.0
         self._settled = False
         """The last look found nothing different inside the module: a glance will do for a while."""
         self._root_state: dict[str, Any] = {}
@@ -126,8 +125,16 @@ class ModuleWatch:
 
         careful: looks at everything, because other code may have run since the last call.
         """
-        recent = time.perf_counter() - self._looked < self._cost / SHARE
-        return None if recent and self._settled and not careful and not self._glance() else self._look()
+        if self._settled and not careful:
+            now = time.perf_counter()
+            if (
+                now - self._looked < self._cost / SHARE
+                and RemovableHandle.next_id == self._hook_count
+                and not self._root.differs(self._root_state)
+                and (now - self._glanced < self._glance_cost / SHARE or not self._glance())
+            ):
+                return None
+        return self._look()
 
     def unsettle(self) -> None:
         """Makes the next `reason` look at everything."""
@@ -164,16 +171,15 @@ class ModuleWatch:
 
     def _glance(self) -> bool:
         """Whether something caught the eye."""
-        self._glances += 1
-        turn = self._glances
-        return (
-            RemovableHandle.next_id != self._hook_count
-            or self._root.differs(self._root_state)
-            or self._weights[0].suspect()
-            or self._weights[turn % len(self._weights)].suspect()
-            or any(state.get("s1") for state in self._blocks)
-            or any(part.changed() for part in self._attentions[turn % STRIDE :: STRIDE])
+        start = time.perf_counter()
+        caught = (
+            any(state.get("s1") for state in self._blocks)
+            or any(part.changed() for part in self._attentions)
+            or any(weight.suspect() for weight in self._weights[::STRIDE])
         )
+        self._glanced = time.perf_counter()
+        self._glance_cost = max(self._glanced - start, 0.9 * self._glance_cost)
+        return caught
 
     # the tree of modules
 

@@ -23,7 +23,7 @@ class Louder(AttnProcessor2_0):
 
 
 class Watched:
-    """A UNet with a forward of its own, as a swap gives it, of which nothing but glances is due for a long time."""
+    """A UNet with a forward of its own, as a swap gives it, at which no look is due for a long time."""
 
     def __init__(self) -> None:
         self.unet = pipelines.make("sd1").unet
@@ -39,6 +39,12 @@ class Watched:
             return look()
 
         self.watch._look = counted  # type: ignore[method-assign]
+
+    def glance(self, due: bool = True) -> str | None:
+        self.watch._glanced, self.watch._glance_cost = -math.inf, 0.0 if due else math.inf
+        if not due:
+            self.watch._glanced = math.inf
+        return self.watch.reason()
 
 
 def test_a_swap_alone_needs_no_second_look():
@@ -77,33 +83,51 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 
 
+GLANCED = {"FreeU", "processors", "weights", "dtype"}
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_glance_notices_at_once(name):
+def test_what_is_noticed_at_once(name):
     watched = Watched()
     change, why = CHANGES[name]
-    assert watched.watch.reason() is None
+    assert watched.glance() is None
     change(watched.unet)
-    reason = watched.watch.reason()
+    reason = watched.glance(due=name in GLANCED)
     assert watched.looks == 1
     if why:
         assert reason is not None and why in reason
-        assert watched.watch.reason() is not None, "and goes on noticing it"
+        assert watched.glance(due=False) is not None, "and goes on noticing it"
     else:
         assert watched.watch.dtype == torch.float64
 
 
-def test_glances_go_round():
-    """One attention of many, one weight of many."""
+def test_one_attention_of_many_is_noticed():
     watched = Watched()
     attention = watched.unet.up_blocks[-1].attentions[-1].transformer_blocks[-1].attn2
     attention.set_processor(Louder())
-    found = [watched.watch.reason() for _ in range(watch.STRIDE)]
-    assert "attention processor Louder" in str(found[-1])
+    assert "attention processor Louder" in str(watched.glance())
     attention.set_processor(AttnProcessor2_0())
-    assert watched.watch.reason() is None
-    watched.unet.conv_out.bias.add_(1.0)
-    count = len(watched.watch._weights)
-    assert "conv_out.bias first" in str([watched.watch.reason() for _ in range(count)][-1])
+    assert watched.glance() is None
+
+
+def test_glances_cost_no_more_than_their_share(monkeypatch):
+    watched = Watched()
+    now = [100.0]
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    glances = []
+
+    def glance() -> bool:
+        glances.append(now[0])
+        watched.watch._glanced, watched.watch._glance_cost = now[0], 0.001
+        return False
+
+    watched.watch._glance = glance  # type: ignore[method-assign]
+    watched.watch._looked = now[0]
+    for _ in range(100):
+        now[0] += 0.1
+        assert watched.watch.reason() is None
+    assert len(glances) * 0.001 <= 10 * watch.SHARE
+    assert len(glances) > 15
 
 
 # --- other code in the middle of a generation
