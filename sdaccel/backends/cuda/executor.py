@@ -375,10 +375,10 @@ def _last_uses(plan: ExecutionPlan) -> dict[str, tuple[str, ...]]:
             uses[name] = step.name
     kept = {*plan.outputs, *plan.constants, *plan.weights, *plan.joined, ""}
     found: dict[str, list[str]] = {}
-    for name, step in uses.items():
+    for name, last in uses.items():
         if name not in kept:
-            found.setdefault(step, []).append(name)
-    return {step: tuple(names) for step, names in found.items()}
+            found.setdefault(last, []).append(name)
+    return {last: tuple(names) for last, names in found.items()}
 
 
 def _shapes(inputs: Mapping[str, Tensor]) -> str:

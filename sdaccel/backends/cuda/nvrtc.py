@@ -134,9 +134,9 @@ def _call(function: str, *arguments: object) -> tuple:
     except ImportError as error:
         raise BackendError("cuda-python is not installed.", hint='Run: pip install "sdaccel[cuda]"') from error
     try:
-        error, *results = getattr(nvrtc, function)(*arguments)
+        status, *results = getattr(nvrtc, function)(*arguments)
     except RuntimeError as missing:  # its library is not found
         raise BackendError(f"NVRTC cannot be loaded: {missing}.", hint='Run: pip install "sdaccel[cuda]"') from missing
-    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise BackendError(f"{function}: {nvrtc.nvrtcGetErrorString(error)[1].decode()}.")
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise BackendError(f"{function}: {nvrtc.nvrtcGetErrorString(status)[1].decode()}.")
     return tuple(results)

@@ -88,8 +88,8 @@ class Tuner:
             torch.cuda.synchronize()
         except torch.cuda.OutOfMemoryError:
             return "out of memory"
-        except (RuntimeError, BackendError) as error:
-            return str(error).splitlines()[0] if str(error) else type(error).__name__
+        except (RuntimeError, BackendError) as problem:
+            return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         for value, expected in zip(found, exact, strict=True):
             limit = TOLERANCE[value.dtype]
             error = relative_error(value, expected)
