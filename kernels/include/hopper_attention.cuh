@@ -1,5 +1,5 @@
 // What attention on sm_90a needs beside hopper.cuh: products whose first operand is in registers, values with keys as rows
-// as a second operand, named barriers.
+// as a second operand, more widths, and boxes from shared memory to the tensor.
 #pragma once
 
 #include "hopper.cuh"
@@ -41,5 +41,30 @@ SDACCEL_WGMMA_OF_ROWS(80, SDACCEL_R0 SDACCEL_R1 ",%32,%33,%34,%35,%36,%37,%38,%3
                       SDACCEL_F16(0), SDACCEL_F16(16), SDACCEL_F8(32))
 SDACCEL_WGMMA_OF_ROWS(160, SDACCEL_R0 SDACCEL_R1 SDACCEL_R2 SDACCEL_R3 SDACCEL_R4, "%80,%81,%82,%83", "%84", "%85",
                       SDACCEL_F16(0), SDACCEL_F16(16), SDACCEL_F16(32), SDACCEL_F16(48), SDACCEL_F16(64))
+
+SDACCEL_WGMMA(80, SDACCEL_R0 SDACCEL_R1 ",%32,%33,%34,%35,%36,%37,%38,%39", "%40", "%41", "%42", "%43", SDACCEL_F16(0),
+              SDACCEL_F16(16), SDACCEL_F8(32))
+SDACCEL_WGMMA(240, SDACCEL_R0 SDACCEL_R1 SDACCEL_R2 SDACCEL_R3 SDACCEL_R4 SDACCEL_R5 SDACCEL_R6
+              ",%112,%113,%114,%115,%116,%117,%118,%119", "%120", "%121", "%122", "%123",
+              SDACCEL_F16(0), SDACCEL_F16(16), SDACCEL_F16(32), SDACCEL_F16(48), SDACCEL_F16(64), SDACCEL_F16(80),
+              SDACCEL_F16(96), SDACCEL_F8(112))
+
+// ---- from shared memory to the tensor -----------------------------------------------------------------------------------
+
+SDACCEL_DEVICE void store_shared(uint32_t shared, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+}
+
+// What lies outside of the tensor is left out.
+SDACCEL_DEVICE void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+SDACCEL_DEVICE void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until this thread's stores have read shared memory.
+SDACCEL_DEVICE void stores_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace hopper

@@ -70,6 +70,11 @@ def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[
             if warps * blocks * tiles <= (16 if head_dim <= 80 and keys <= 80 else 8)
             and blocks * attention.Cross(warps, tiles, blocks).shared(head_dim, keys) <= device.shared_per_block
         ]
+        found += [
+            (attention._run_cross_sm90, attention.CrossSm90(most.keys, most.stages, blocks))
+            for most in attention.cross_sm90_parameters(device, head_dim, keys)
+            for blocks in range(max(1, most.blocks - 2), most.blocks + 1)
+        ]
     else:
         cuts = [(2, 128), (2, 192), (3, 96), (3, 128), (4, 64)] if head_dim <= 64 else [(2, 96), (2, 128), (3, 96)]
         found += [
@@ -110,8 +115,10 @@ def main() -> None:
         if chosen.sweep and head_dim in attention.HEAD_DIMS:
             tried = sweep(device, head_dim, queries, keys)
             if keys <= attention.CROSS_KEYS:
-                variants = [how.defines(q.dtype, head_dim, keys) for _, how in tried]
-                compile_together(device, "cross_attention.cu", variants)
+                old = [how.defines(q.dtype, head_dim, keys) for _, how in tried if isinstance(how, attention.Cross)]
+                new = [how.defines(q.dtype, head_dim) for _, how in tried if isinstance(how, attention.CrossSm90)]
+                compile_together(device, "cross_attention.cu", old)
+                compile_together(device, "cross_attention_sm90.cu", new)
             else:
                 variants = [how.defines(q.dtype, head_dim) for _, how in tried]
                 compile_together(device, "flash_attention_sm90.cu", variants)

@@ -165,6 +165,12 @@ def test_launch_parameters(heads: int, queries: int, keys: int, head_dim: int) -
         blocks = parameters.blocks_a_head(H200, heads, queries, shared)
         assert blocks >= 1 and (blocks - 1) * parameters.warps < -(-queries // (16 * parameters.tiles))
         assert shared <= H200.shared_per_block
+    offered = attention.cross_sm90_parameters(H200, head_dim, keys)
+    assert offered
+    for how in offered:
+        assert 1 <= how.blocks_a_head(H200, heads, queries) <= -(-queries // 64)
+        assert how.keys - 32 < keys <= how.keys and how.blocks >= 1
+        assert how.blocks * (how.shared(head_dim) + 1024) <= 228 << 10
 
 
 @pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)

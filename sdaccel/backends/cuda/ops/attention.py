@@ -4,9 +4,9 @@ q [B, S, heads · D], k and v [B, L, heads · D] with the last dimension contigu
 fused row of queries, keys and values), result [B, S, heads · D] contiguous. ``causal``: a query sees the keys up to its
 own place, counted from the first.
 
-Tactics: torch's own four (cuDNN, flash, memory-efficient, plain); ``cross``, for few keys, with all of them in shared
-memory; ``flash-wgmma`` (sm_90) and ``flash-mma``, for many keys, with a running maximum; ``gemm``, for one wide head
-(the VAE's), with scores of some query rows at a time.
+Tactics: torch's own four (cuDNN, flash, memory-efficient, plain); ``cross-wgmma`` (sm_90) and ``cross``, for few keys,
+with all of them in shared memory; ``flash-wgmma`` (sm_90) and ``flash-mma``, for many keys, with a running maximum;
+``gemm``, for one wide head (the VAE's), with scores of some query rows at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def tactics(
     of_torch = list(_torch(q, k, v, heads, scale, causal))
     if causal or scale <= 0:
         return of_torch
-    first = [*_cross(device, q, k, v, heads, scale), *_gemm(device, q, k, v, heads, scale)]
+    cross = [*_cross_sm90(device, q, k, v, heads, scale), *_cross(device, q, k, v, heads, scale)]
+    first = [*cross, *_gemm(device, q, k, v, heads, scale)]
     flash = [*_flash_sm90(device, q, k, v, heads, scale), *_flash_sm80(device, q, k, v, heads, scale)]
     return [*first, *of_torch, *flash]
 
@@ -203,6 +204,101 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> bool:
     )
 
 
+# --- few keys, sm_90 --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CrossSm90:
+    """How kernels/cross_attention_sm90.cu is cut."""
+
+    keys: int
+    """in shared memory, of which the last may be none"""
+    stages: int
+    """tiles of 64 query rows under way"""
+    blocks: int
+    """that share a multiprocessor"""
+
+    def __str__(self) -> str:
+        return f"cross-wgmma<keys={self.keys},stages={self.stages},blocks={self.blocks}>"
+
+    def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
+        limit = os.environ.get("SDACCEL_SPIN_LIMIT")
+        return {
+            "SDACCEL_T": _ELEMENTS[dtype],
+            "HEAD_DIM": head_dim,
+            "KEYS": self.keys,
+            "STAGES": self.stages,
+            "MIN_BLOCKS": self.blocks,
+            **({"SDACCEL_SPIN_LIMIT": int(limit)} if limit else {}),
+        }
+
+    def shared(self, head_dim: int) -> int:
+        """bytes: rows are stored 64 columns wide; 1024 to align them, 64 for barriers"""
+        return -(-head_dim // 64) * 128 * (2 * self.keys + 64 * self.stages) + 1024 + 64
+
+    def blocks_a_head(self, device: Device, heads: int, queries: int) -> int:
+        """The number that ends first: a wave of blocks lasts as long as a block's tiles, and 1.5 to begin and end."""
+        tiles = math.ceil(queries / 64)
+
+        def time(each: int) -> float:
+            waves = math.ceil(math.ceil(tiles / each) * heads / (device.sms * self.blocks))
+            return waves * (each + 1.5)
+
+        return math.ceil(tiles / min(range(1, tiles + 1), key=time))
+
+
+_WIDTHS = (32, 64, 80, 96, 128, 160, 192, 224, 240, 256)  # of a product, in keys
+
+
+def cross_sm90_parameters(device: Device, head_dim: int, keys: int) -> list[CrossSm90]:
+    """The heuristic's choice first: as many blocks as registers and shared memory allow."""
+    width = next(n for n in _WIDTHS if n >= keys)
+    registers = 8 * math.ceil(max(24 + 0.6 * width, 26 + head_dim / 2 + width / 4) / 8)
+    found = []
+    for stages in (2, 1, 3):
+        shared = CrossSm90(width, stages, 1).shared(head_dim)
+        if shared <= device.shared_per_block:
+            at_once = min(65536 // (128 * registers), (device.shared_per_block + 1024) // (shared + 1024))
+            found.append(CrossSm90(width, stages, at_once))
+    return found
+
+
+def _cross_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
+    if k.shape[1] > CROSS_KEYS or not _fits_copies(device, q, k, v, heads):
+        return
+    head_dim = q.shape[-1] // heads
+    for parameters in cross_sm90_parameters(device, head_dim, k.shape[1]):
+        run = partial(_run_cross_sm90, device, parameters, q, k, v, heads, scale)
+        yield Tactic(str(parameters), run, (("cross_attention_sm90.cu", parameters.defines(q.dtype, head_dim)),))
+
+
+def _run_cross_sm90(
+    device: Device, parameters: CrossSm90, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float
+) -> Tensor:
+    batch, queries, width = q.shape
+    head_dim, keys = width // heads, k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run = kernel("cross_attention_sm90.cu", "cross_attention", parameters.defines(q.dtype, head_dim))
+    maps = [_map(x, heads, rows) for x, rows in ((q, 64), (k, parameters.keys), (v, parameters.keys), (out, 64))]
+    run(
+        (heads, parameters.blocks_a_head(device, batch * heads, queries), batch),
+        128,
+        (*maps, queries, keys, scale * math.log2(math.e)),
+        shared=parameters.shared(head_dim),
+        pdl=True,
+    )
+    return out
+
+
+def _fits_copies(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int) -> bool:
+    """Whether this device has the copy engine and the products of sm_90a, and these can be read by them."""
+    return (
+        device.capability[0] == 9
+        and _fits(q, k, v, q.shape[-1] // heads)
+        and min(x.stride(i) for x in (q, k, v) for i in (0, 1)) >= 8
+    )
+
+
 # --- many keys, sm_90 -------------------------------------------------------------------------------------------------
 
 
@@ -272,13 +368,9 @@ def flash_sm90_parameters(device: Device, head_dim: int, heads: int, queries: in
 
 
 def _flash_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
-    head_dim = q.shape[-1] // heads
-    if (
-        device.capability[0] != 9
-        or not _fits(q, k, v, head_dim)
-        or min(x.stride(i) for x in (q, k, v) for i in (0, 1)) < 8
-    ):
+    if not _fits_copies(device, q, k, v, heads):
         return
+    head_dim = q.shape[-1] // heads
     for parameters in flash_sm90_parameters(device, head_dim, q.shape[0] * heads, q.shape[1]):
         if parameters.shared(head_dim) <= device.shared_per_block:
             run = partial(_run_flash_sm90, device, parameters, q, k, v, heads, scale)
@@ -426,6 +518,14 @@ VARIANTS: list[tuple[object, ...]] = [
             (torch.float16, 64, 77, Cross(8, 1, 2)),
             (torch.float16, 40, 77, Cross(8, 2, 1)),
             (torch.bfloat16, 160, 231, Cross(4, 1, 2)),
+        )
+    ),
+    *(
+        ("cross_attention_sm90.cu", "cross_attention", how.defines(dtype, head_dim), (9, 0), "90a")
+        for dtype, head_dim, how in (
+            (torch.float16, 64, CrossSm90(80, 2, 5)),
+            (torch.bfloat16, 40, CrossSm90(80, 1, 6)),
+            (torch.float16, 160, CrossSm90(240, 1, 1)),
         )
     ),
     *(
