@@ -16,6 +16,7 @@
 #endif
 
 struct Convolution {
+    static constexpr bool EARLY_WEIGHTS = !UPSAMPLE;  // those of the phases are made on the way
     struct Tile {
         int x, y, image, n, phase;
     };
@@ -27,7 +28,6 @@ struct Convolution {
     const hopper::TensorMap& x;
     const hopper::TensorMap& x2;
     const hopper::TensorMap& weight;
-    const T* add;
     int batch, height, width, c1, c2, n, kernel, stride, padding, log_box_w, log_box_h, add_stride;
 
     __device__ __forceinline__ void prefetch() const {
@@ -93,7 +93,7 @@ struct Convolution {
         else
             pixel = (int64_t(image) * height + at_y) * width + at_x;
         const bool valid = image < batch && at_y < height && at_x < width;
-        return {valid, pixel * n, pixel * n, add == nullptr ? nullptr : add + int64_t(image) * add_stride};
+        return {valid, pixel * n, pixel * n, int64_t(image) * add_stride};
     }
 };
 
@@ -102,6 +102,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ hopper::TensorMap weight, T* out, const T* bias, const T* residual, const T* add, int batch,
               int height, int width, int c1, int c2, int n, int kernel, int stride, int padding, int log_box_w, int log_box_h,
               int add_stride) {
-    gemm(Convolution{x, x2, weight, add, batch, height, width, c1, c2, n, kernel, stride, padding, log_box_w, log_box_h, add_stride},
-         Epilogue{out, bias, residual, n}, nullptr);
+    gemm(Convolution{x, x2, weight, batch, height, width, c1, c2, n, kernel, stride, padding, log_box_w, log_box_h, add_stride},
+         Epilogue{out, bias, residual, add, n}, nullptr);
 }

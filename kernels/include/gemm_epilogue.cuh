@@ -1,4 +1,5 @@
-// What follows a matrix product in registers: out = activation(sum + bias + add + residual), eight channels at a time.
+// What comes before and after a matrix product in registers: out = activation(bias + add + residual + sum), eight channels
+// at a time. What is added is there before the sum: its way is covered by that of the first blocks.
 //
 // ACTIVATION: 0 none, 1 silu, 2 gelu (erf), 3 quick_gelu, 4 geglu: value * gelu(gate), both with their own bias,
 // no residual.
@@ -35,46 +36,98 @@ struct Epilogue {
     T* out;
     const T* bias;
     const T* residual;
+    const T* add;
     int n;
 };
 
-// Where one row of the product goes: offsets in elements of its channel 0. `add`: one more row of N values, or null.
+// Where one row of the product goes: offsets in elements of its channel 0. `add`: that of one more row of N values.
 struct Row {
     bool valid;
     int64_t out;
     int64_t residual;
-    const T* add;
+    int64_t add;
 };
 
-// Weights, or what no kernel under way writes: the compiler may move the load.
-SDACCEL_DEVICE uint4 load16_constant(const void* p) {
+// Zeros where not `valid`.
+SDACCEL_DEVICE uint4 load16_if(bool valid, const void* p) {
     uint4 x;
-    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+        : "l"(p), "r"(int(valid)));
     return x;
 }
 
-SDACCEL_DEVICE uint4 load_residual(const Epilogue& to, const Row& row, int n) {
-    if (GEGLU || to.residual == nullptr || !row.valid || n >= to.n) return make_uint4(0, 0, 0, 0);
-    return load16(to.residual + row.residual + n);
+SDACCEL_DEVICE void store16_if(bool valid, void* p, uint4 x) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%4], {%0, %1, %2, %3};\n}" ::"r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w), "l"(p), "r"(int(valid))
+                 : "memory");
 }
 
-SDACCEL_DEVICE void plus(float (&x)[8], uint4 packed) {
-    float y[8];
-    unpack8<T>(packed, y);
+// The rows of a thread begin with what is added to the product. `sum(i, u, e, gates)`: that of channel first + 32 u + e of
+// row i, e < 8. Loads of all rows are under way at once.
+template <int ROWS, int UNITS, class Sum>
+SDACCEL_DEVICE void begin_sums(const Epilogue& to, const Row (&row)[ROWS], int first, const Sum& sum) {
+    if (!GEGLU && to.residual != nullptr) {
+        uint4 packed[ROWS][UNITS];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] += y[i];
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                const int n = first + 32 * u;
+                packed[i][u] = load16_if(row[i].valid && n < to.n, to.residual + row[i].residual + n);
+            }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                float x[8];
+                unpack8<T>(packed[i][u], x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum(i, u, e, false) = x[e];
+            }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+                for (int e = 0; e < 16; ++e)
+                    if (GEGLU || e < 8) sum(i, u, e % 8, e >= 8) = 0.0f;
+    }
+    if (to.bias != nullptr) {
+#pragma unroll
+        for (int part = 0; part < (GEGLU ? 2 : 1); ++part)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                const int n = first + 32 * u;
+                float x[8];
+                unpack8<T>(load16_if(n < to.n, to.bias + part * to.n + n), x);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) sum(i, u, e, part > 0) += x[e];
+            }
+    }
+    if (!GEGLU && to.add != nullptr) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) {
+                const int n = first + 32 * u;
+                float x[8];
+                unpack8<T>(load16_if(row[i].valid && n < to.n, to.add + row[i].add + n), x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum(i, u, e, false) += x[e];
+            }
+    }
 }
 
 // Eight sums of channels n .. n + 7 of one row.
-SDACCEL_DEVICE void finish(const Epilogue& to, const Row& row, int n, float (&x)[8], float (&gate)[8], uint4 residual) {
-    if (!row.valid || n >= to.n) return;
-    if (to.bias != nullptr) {
-        plus(x, load16_constant(to.bias + n));
-        if constexpr (GEGLU) plus(gate, load16_constant(to.bias + to.n + n));
-    }
-    if (row.add != nullptr) plus(x, load16(row.add + n));
-    if (!GEGLU && to.residual != nullptr) plus(x, residual);
+SDACCEL_DEVICE void finish(const Epilogue& to, const Row& row, int n, float (&x)[8], const float (&gate)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = GEGLU ? x[i] * gelu_of_sum(gate[i]) : activate(x[i]);
-    store8(to.out + row.out + n, x);
+    store16_if(row.valid && n < to.n, to.out + row.out + n, pack8<T>(x));
 }

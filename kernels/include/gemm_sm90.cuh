@@ -17,6 +17,7 @@
 // The map's dimensions: K, 2 (e), 4 (q), rows / 32 (g), 4 (j); its box 64, 2, 4, G, 4, or 2 for MULTICAST without GEGLU.
 //
 // A Problem has
+//   static constexpr bool EARLY_WEIGHTS                         no kernel shortly before writes them
 //   void prefetch()                                             its maps
 //   int tiles_m(), int tiles_n(), int blocks()                  of 64 along K
 //   Tile tile(int m, int n)                                     with the tile's first channel, Tile::n
@@ -62,8 +63,8 @@ struct Ring {
     int stage = 0;
     int phase = 0;
 
-    __device__ __forceinline__ uint32_t a() const { return base + stage * A_BYTES; }
-    __device__ __forceinline__ uint32_t b() const { return base + STAGES * A_BYTES + stage * B_BYTES; }
+    __device__ __forceinline__ uint32_t a(int s) const { return base + s * A_BYTES; }
+    __device__ __forceinline__ uint32_t b(int s) const { return base + STAGES * A_BYTES + s * B_BYTES; }
     __device__ __forceinline__ uint32_t full(int s) const { return base + STAGES * (A_BYTES + B_BYTES) + s * 8; }
     __device__ __forceinline__ uint32_t empty(int s) const { return full(s) + STAGES * 8; }
     __device__ __forceinline__ void next() {
@@ -98,57 +99,38 @@ SDACCEL_DEVICE void load_b(const Problem& problem, const typename Problem::Tile&
     }
 }
 
-// Channels 32 u + 8 q .. + 7 (gates: of the right half) of a block of 64 rows: its upper row (half 0) or lower (half 1).
-SDACCEL_DEVICE void gather(const float (&d)[TILE_N / 2], int u, int half, bool gates, float (&x)[8]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int at = ((gates ? 4 * UNITS : 0) + j * UNITS + u) * 4 + 2 * half;
-        x[2 * j] = d[at];
-        x[2 * j + 1] = d[at + 1];
-    }
+// Where a thread's accumulators hold channel 32 u + 8 q + e (gates: of the right half), q = thread % 4, in half of a block.
+SDACCEL_DEVICE constexpr int place(int half, int u, int e, bool gates) {
+    return ((gates ? 4 * UNITS : 0) + e / 2 * UNITS + u) * 4 + 2 * half + e % 2;
 }
 
-// Registers left beside the accumulators: for what a thread adds to a row on its way while others are worked on, or none.
-constexpr bool EARLY = M_BLOCKS * TILE_N / 2 + UNITS * 4 <= 200;
-constexpr bool EARLIER = M_BLOCKS * TILE_N / 2 + UNITS * 8 <= 190;
-
-struct Coming {
-    Row row;
-    uint4 residual[UNITS];
-};
-
+// first_row: of this thread.
 template <class Problem>
-SDACCEL_DEVICE void fetch(const Problem& problem, const Epilogue& to, const typename Problem::Tile& tile, int r, Coming& coming) {
-    coming.row = problem.row(tile, r);
-    if constexpr (EARLY) {
+SDACCEL_DEVICE void begin_tile(const Problem& problem, const Epilogue& to, const typename Problem::Tile& tile, int first_row,
+                               float (&acc)[M_BLOCKS][TILE_N / 2]) {
+    Row row[2 * M_BLOCKS];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u)
-            coming.residual[u] = load_residual(to, coming.row, tile.n + u * 32 + threadIdx.x % 4 * 8);
-    }
+    for (int i = 0; i < 2 * M_BLOCKS; ++i) row[i] = problem.row(tile, first_row + i / 2 * 64 + i % 2 * 8);
+    begin_sums<2 * M_BLOCKS, UNITS>(to, row, tile.n + threadIdx.x % 4 * 8, [&](int i, int u, int e, bool gates) -> float& {
+        return acc[i / 2][place(i % 2, u, e, gates)];
+    });
 }
 
-// first_row: of this thread. `coming`: fetched for the first of its rows.
 template <class Problem>
 SDACCEL_DEVICE void write_tile(const Problem& problem, const Epilogue& to, const typename Problem::Tile& tile, int first_row,
-                               const float (&acc)[M_BLOCKS][TILE_N / 2], Coming& coming) {
-    Coming next;
+                               const float (&acc)[M_BLOCKS][TILE_N / 2]) {
 #pragma unroll
     for (int i = 0; i < 2 * M_BLOCKS; ++i) {
-        const int m = i / 2, half = i % 2;
-        if (EARLIER && i + 1 < 2 * M_BLOCKS) fetch(problem, to, tile, first_row + (i + 1) / 2 * 64 + (i + 1) % 2 * 8, next);
+        const Row row = problem.row(tile, first_row + i / 2 * 64 + i % 2 * 8);
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
-            const int n = tile.n + u * 32 + threadIdx.x % 4 * 8;
             float x[8], gate[8];
-            gather(acc[m], u, half, false, x);
-            if constexpr (GEGLU) gather(acc[m], u, half, true, gate);
-            finish(to, coming.row, n, x, gate, EARLY ? coming.residual[u] : load_residual(to, coming.row, n));
-        }
-        if (i + 1 < 2 * M_BLOCKS) {
-            if (EARLIER)
-                coming = next;
-            else
-                fetch(problem, to, tile, first_row + (i + 1) / 2 * 64 + (i + 1) % 2 * 8, coming);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] = acc[i / 2][place(i % 2, u, e, false)];
+                gate[e] = GEGLU ? acc[i / 2][place(i % 2, u, e, true)] : 0.0f;
+            }
+            finish(to, row, tile.n + u * 32 + threadIdx.x % 4 * 8, x, gate);
         }
     }
 }
@@ -195,7 +177,7 @@ SDACCEL_DEVICE void reduce_tile(const Problem& problem, const Epilogue& to, cons
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const Row row = problem.row(tile, first + half * 8);
-            finish(to, row, n, x[half], gate[half], load_residual(to, row, n));
+            finish(to, row, n, x[half], gate[half]);
         }
     }
     hopper::cluster_sync();  // nobody reads here any more
@@ -219,8 +201,6 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
     else
         __syncthreads();
     pdl_launch_dependents();
-    pdl_wait();
-    if (flag != nullptr && *flag == 0) return;
 
     const int rank = CLUSTER > 1 ? hopper::cluster_rank() : 0;
     const int all = problem.blocks();
@@ -240,6 +220,20 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
         return problem.tile(MULTICAST ? 2 * m + rank : m, inside / height);
     };
 
+    // The first weights may come while the kernel before is still writing.
+    int early = 0;
+    if (Problem::EARLY_WEIGHTS && flag == nullptr && threadIdx.x == 0 && first < tiles) {
+        const auto tile = tile_at(first);
+        auto cursor = problem.cursor(begin);
+        for (; early < min(STAGES, end - begin); ++early) {
+            hopper::barrier_expect(ring.full(early), A_BYTES + B_BYTES);
+            load_b(problem, tile, cursor, rank, ring.b(early), ring.full(early));
+            problem.next(cursor);
+        }
+    }
+    pdl_wait();
+    if (flag != nullptr && *flag == 0) return;
+
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         hopper::registers_give<40>();
@@ -249,10 +243,14 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
                 auto cursor = problem.cursor(begin);
                 for (int block = begin; block < end; ++block) {
                     const uint32_t full = ring.full(ring.stage);
-                    hopper::barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-                    hopper::barrier_expect(full, A_BYTES + B_BYTES);
-                    problem.load_a(tile, cursor, ring.a(), full);
-                    load_b(problem, tile, cursor, rank, ring.b(), full);
+                    if (early > 0) {
+                        --early;
+                    } else {
+                        hopper::barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
+                        hopper::barrier_expect(full, A_BYTES + B_BYTES);
+                        load_b(problem, tile, cursor, rank, ring.b(ring.stage), full);
+                    }
+                    problem.load_a(tile, cursor, ring.a(ring.stage), full);
                     problem.next(cursor);
                     ring.next();
                 }
@@ -281,26 +279,37 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
         for (int index = first; index < tiles; index += PINGPONG ? 2 * step : step) {
             const auto tile = tile_at(index);
             float acc[M_BLOCKS][TILE_N / 2];
-            int previous = 0;
+            if (SPLIT == 1 || rank == 0)
+                begin_tile(problem, to, tile, first_row + lane / 4, acc);
+            else
+                begin_tile(problem, Epilogue{nullptr, nullptr, nullptr, nullptr, 0}, tile, first_row, acc);
+#pragma unroll
+            for (int m = 0; m < M_BLOCKS; ++m) hopper::keep(acc[m]);
             if (PINGPONG) hopper::named_barrier_wait<256>(TURN + warpgroup);
-            for (int block = begin; block < end; ++block) {
+            const auto multiply = [&] {
                 hopper::barrier_wait(ring.full(ring.stage), ring.phase);
-                const uint64_t a = hopper::descriptor(ring.a() + a_offset);
-                const uint64_t b = hopper::descriptor(ring.b());
+                const uint64_t a = hopper::descriptor(ring.a(ring.stage) + a_offset);
+                const uint64_t b = hopper::descriptor(ring.b(ring.stage));
                 hopper::wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
 #pragma unroll
                     for (int m = 0; m < M_BLOCKS; ++m)
-                        hopper::Wgmma<T, TILE_N>::mma(acc[m], a + m * (64 * 128 / 16) + 2 * k, b + 2 * k, block != begin || k != 0);
+                        hopper::Wgmma<T, TILE_N>::mma(acc[m], a + m * (64 * 128 / 16) + 2 * k, b + 2 * k, 1);
                 hopper::wgmma_commit();
+            };
+            // The first block apart: where ordinary registers and results of products meet at the top of a loop, ptxas
+            // waits after every product.
+            multiply();
+            int previous = ring.stage;
+            ring.next();
+            for (int block = begin + 1; block < end; ++block) {
+                multiply();
                 hopper::wgmma_wait<1>();
-                if (block != begin) release(previous);
+                release(previous);
                 previous = ring.stage;
                 ring.next();
             }
-            Coming coming;
-            if constexpr (SPLIT == 1) fetch(problem, to, tile, first_row + lane / 4, coming);
             if (PINGPONG) hopper::named_barrier_arrive<256>(TURN + 3 - warpgroup);
             hopper::wgmma_wait<0>();
 #pragma unroll
@@ -310,7 +319,7 @@ SDACCEL_DEVICE void gemm(const Problem& problem, const Epilogue& to, const int* 
             if constexpr (SPLIT > 1)
                 reduce_tile(problem, to, tile, ring.base, acc);
             else
-                write_tile(problem, to, tile, first_row + lane / 4, acc, coming);
+                write_tile(problem, to, tile, first_row + lane / 4, acc);
         }
         if constexpr (MULTICAST) hopper::cluster_sync();  // the other block may still signal here
     }
