@@ -68,21 +68,21 @@ SDACCEL_DEVICE void store16_if(bool valid, void* p, uint4 x) {
 
 // The rows of a thread begin with what is added to the product. `sum(i, u, e, gates)`: that of channel first + 32 u + e of
 // row i, e < 8. Loads of all rows are under way at once.
-template <int ROWS, int UNITS, class Sum>
-SDACCEL_DEVICE void begin_sums(const Epilogue& to, const Row (&row)[ROWS], int first, const Sum& sum) {
+template <int R, int U, class Sum>
+SDACCEL_DEVICE void begin_sums(const Epilogue& to, const Row (&row)[R], int first, const Sum& sum) {
     if (!GEGLU && to.residual != nullptr) {
-        uint4 packed[ROWS][UNITS];
+        uint4 packed[R][U];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < R; ++i)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < U; ++u) {
                 const int n = first + 32 * u;
                 packed[i][u] = load16_if(row[i].valid && n < to.n, to.residual + row[i].residual + n);
             }
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < R; ++i)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < U; ++u) {
                 float x[8];
                 unpack8<T>(packed[i][u], x);
 #pragma unroll
@@ -90,9 +90,9 @@ SDACCEL_DEVICE void begin_sums(const Epilogue& to, const Row (&row)[ROWS], int f
             }
     } else {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < R; ++i)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u)
+            for (int u = 0; u < U; ++u)
 #pragma unroll
                 for (int e = 0; e < 16; ++e)
                     if (GEGLU || e < 8) sum(i, u, e % 8, e >= 8) = 0.0f;
@@ -101,21 +101,21 @@ SDACCEL_DEVICE void begin_sums(const Epilogue& to, const Row (&row)[ROWS], int f
 #pragma unroll
         for (int part = 0; part < (GEGLU ? 2 : 1); ++part)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < U; ++u) {
                 const int n = first + 32 * u;
                 float x[8];
                 unpack8<T>(load16_if(n < to.n, to.bias + part * to.n + n), x);
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i)
+                for (int i = 0; i < R; ++i)
 #pragma unroll
                     for (int e = 0; e < 8; ++e) sum(i, u, e, part > 0) += x[e];
             }
     }
     if (!GEGLU && to.add != nullptr) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < R; ++i)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
+            for (int u = 0; u < U; ++u) {
                 const int n = first + 32 * u;
                 float x[8];
                 unpack8<T>(load16_if(row[i].valid && n < to.n, to.add + row[i].add + n), x);

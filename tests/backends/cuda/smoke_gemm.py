@@ -3,6 +3,7 @@ python -m tests.backends.cuda.smoke_gemm [index of a tile]"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ SECONDS = 120
 
 
 def one(index: int) -> None:
+    os.environ["SDACCEL_SPIN_LIMIT"] = "2000"
     tile = TILES[index]
     cases = {
         f"linear {shape}": lambda shape=shape: test_linear.test_every_tile(tile, shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import product
 
@@ -16,8 +15,6 @@ from sdaccel.backends.cuda.ops import conv, upsample_conv
 from sdaccel.errors import BackendError
 from tests.backends.cuda.test_linear import DTYPES, H200, TILES, hopper, where_wrong
 from tests.tolerances import GEMM_REL
-
-os.environ.setdefault("SDACCEL_SPIN_LIMIT", "2000")
 
 # (batch, channels, height, width, channels of the result, kernel, stride)
 PUBLISHED = [
@@ -53,6 +50,11 @@ AWKWARD = [
 ]
 
 Shape7 = tuple[int, int, int, int, int, int, int]
+
+
+@pytest.fixture(autouse=True)
+def _no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDACCEL_SPIN_LIMIT", "2000")
 
 
 def image(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

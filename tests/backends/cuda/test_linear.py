@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +12,6 @@ from sdaccel.backends.cuda.gemm import Tile, best_tiles, cost
 from sdaccel.backends.cuda.launch import Device
 from sdaccel.backends.cuda.ops import linear
 from tests.tolerances import GEMM_REL
-
-os.environ.setdefault("SDACCEL_SPIN_LIMIT", "2000")
 
 DTYPES = (torch.float16, torch.bfloat16)
 H200 = Device(0, "an H200", (9, 0), 132, 50 << 20, 227 << 10)
@@ -66,6 +63,11 @@ AWKWARD = [
     (1000, 352, 88),
     (4097, 64, 136),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDACCEL_SPIN_LIMIT", "2000")
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -77,7 +77,7 @@ def tactics(
 ) -> list[Tactic]:
     call = Call(x, weight, bias, residual, x2, flag, activation)
     few = list(_few_rows(device, call))
-    return [*few, *ours(device, call)[: 1 if few else None], *_torch(call)]
+    return [*few, *ours(device, call)[: 2 if few else None], *_torch(call)]
 
 
 @dataclass(frozen=True, eq=False)
