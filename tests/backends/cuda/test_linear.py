@@ -161,6 +161,72 @@ def test_every_tile_geglu(tile: Tile, shape: tuple[int, int, int]) -> None:
     assert_right(launch(tile, x, weight, bias, activation="geglu"), expected, x.dtype)
 
 
+def launch_mma(
+    tile: linear.MmaTile, *tensors: torch.Tensor | None, activation: str = "none"
+) -> Callable[[], torch.Tensor]:
+    call = linear.Call(*tensors, *[None] * (6 - len(tensors)), activation)
+    parts = linear._matrices(call)
+    assert parts is not None and linear.mma_can_run(Device.current(), call)
+    return linear._LaunchMma(Device.current(), call, tile, *parts)
+
+
+mma = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="for sm_80 and later"
+)
+
+
+@mma
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", PUBLISHED + AWKWARD, ids=str)
+def test_every_mma_tile(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Also on GPUs that are offered better ones."""
+    rows, n, k = shape
+    x, (weight, bias), residual = make(rows, k, dtype=dtype), layer(n, k, dtype), make(rows, n, dtype=dtype)
+    expected = linear.reference(*(t.double() for t in (x, weight, bias, residual)))
+    for tile in linear.MMA_TILES:
+        if tile.shared <= Device.current().shared_per_block:
+            assert_right(launch_mma(tile, x, weight, bias, residual), expected, dtype)
+
+
+@mma
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", linear.MMA_TILES, ids=str)
+def test_every_mma_tile_with_all_parts(tile: linear.MmaTile) -> None:
+    if tile.shared > Device.current().shared_per_block:
+        pytest.skip("too large for this GPU")
+    for rows, n, k, k2 in ((1000, 640, 840, 320), (77, 40, 72, 40), (2048, 320, 64, 1280)):
+        row = make(rows, k + 64)  # a view of wider rows
+        x, x2, (weight, bias) = row[:, 32 : 32 + k], make(rows, k2), layer(n, k + k2, torch.float16)
+        residual = make(rows, n + 8)[:, 8:]
+        for activation in ("none", "silu", "gelu", "quick_gelu"):
+            expected = linear.reference(*(t.double() for t in (x, weight, bias, residual, x2)), activation=activation)
+            assert_right(launch_mma(tile, x, weight, bias, residual, x2, activation=activation), expected, x.dtype)
+        weight, bias = layer(2 * n, k, torch.float16)
+        for parts in ((x, weight, bias), (x, weight)):
+            expected = linear.reference(*(t.double() for t in parts), activation="geglu")
+            assert_right(launch_mma(tile, *parts, activation="geglu"), expected, x.dtype)
+        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        run = launch_mma(tile, x, weight[:n], None, None, None, flag)
+        kept = torch.full((rows, n), 7.0, device="cuda", dtype=x.dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear.Call, "result", lambda _, kept=kept: kept)
+            run()
+            assert (kept == 7).all()
+            flag.fill_(1)
+            assert_right(run, linear.reference(x.double(), weight[:n].double()), x.dtype)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("shape", PUBLISHED + AWKWARD, ids=str)
+def test_mma_tiles_are_offered(shape: tuple[int, int, int], capability: tuple[int, int]) -> None:
+    rows, n, k = shape
+    device = Device(0, "another GPU", capability, 84, 6 << 20, 99 << 10)
+    x, weight = torch.empty(rows, k, dtype=torch.float16), torch.empty(n, k, dtype=torch.float16)
+    names = [tactic.name for tactic in linear.ours(device, linear.Call(x, weight, None, None, None, None, "none"))]
+    assert names and all(name.startswith("ours<mma,") for name in names)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", PUBLISHED + AWKWARD, ids=str)

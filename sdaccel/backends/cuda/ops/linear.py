@@ -22,6 +22,7 @@ from sdaccel.backends.cuda.ops.layout import rows
 from sdaccel.backends.cuda.tactic import Tactic
 
 FILE = "gemm_sm90.cu"
+MMA_FILE = "gemm_sm80.cu"
 FEW_ROWS = 16
 """The most that the matrix-vector kernel takes."""
 
@@ -139,24 +140,40 @@ def _torch_addmm(call: Call) -> Tensor:
     return activate_in_place(y.view(*call.x.shape[:-1], -1), call.activation)
 
 
-# --- sm_90a -----------------------------------------------------------------------------------------------------------
+# --- ours -------------------------------------------------------------------------------------------------------------
 
 
 def ours(device: Device, call: Call) -> list[Tactic]:
-    x, weight, geglu = matrix(call.x), call.weight, call.activation == "geglu"
+    parts = _matrices(call)
+    if parts is None:
+        return []
+    if can_run(device, call.x.dtype, call.n):
+        blocks = sum(-(-t.shape[1] // 64) for t in parts[:2] if t is not None)
+        heights = {m: -(-call.rows // m) for m in HEIGHTS}
+        tiles = best_tiles(device, heights, call.n, blocks, activation=call.activation)
+        launches = {f"ours<{tile}>": _Launch(device, call, tile, *parts) for tile in tiles}
+        return [Tactic(name, launch, ((FILE, launch.defines),)) for name, launch in launches.items()]
+    if device.capability[0] != 9 and mma_can_run(device, call):
+        mma = {f"ours<{tile}>": _LaunchMma(device, call, tile, *parts) for tile in mma_tiles(device, call)}
+        return [Tactic(name, run, ((MMA_FILE, run.defines),)) for name, run in mma.items()]
+    return []
+
+
+def _matrices(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """x, x2 and the residual as matrices, or None for what no kernel of ours reads."""
+    x = matrix(call.x)
     x2 = None if call.x2 is None else matrix(call.x2)
     residual = None if call.residual is None else matrix(call.residual)
     if x is None or (x2 is None) != (call.x2 is None) or (residual is None) != (call.residual is None):
-        return []
-    if not can_run(device, x.dtype, call.n) or not weight.is_contiguous() or (geglu and residual is not None):
-        return []
-    if not all(aligned(t, t.stride(0), t.shape[1]) for t in (x, x2, weight, residual) if t is not None):
-        return []
-    blocks = sum(-(-t.shape[1] // 64) for t in (x, x2) if t is not None)
-    heights = {m: -(-call.rows // m) for m in HEIGHTS}
-    tiles = best_tiles(device, heights, call.n, blocks, activation=call.activation)
-    launches = {f"ours<{tile}>": _Launch(device, call, tile, x, x2, residual) for tile in tiles}
-    return [Tactic(name, launch, ((FILE, launch.defines),)) for name, launch in launches.items()]
+        return None
+    if not call.weight.is_contiguous() or (call.activation == "geglu" and residual is not None):
+        return None
+    if not all(aligned(t, t.stride(0), t.shape[1]) for t in (x, x2, call.weight, residual) if t is not None):
+        return None
+    return x, x2, residual
+
+
+# --- sm_90a -----------------------------------------------------------------------------------------------------------
 
 
 class _Launch:
@@ -195,6 +212,93 @@ class _Launch:
         return TensorMap.tiled(x, (k, rows), (x.stride(0) * x.element_size(),), (64, self._tile.m))
 
 
+# --- sm_80 and later --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """How kernels/gemm_sm80.cu is cut."""
+
+    m: int
+    n: int
+    """rows of the weight, values and gates together"""
+    warp_m: int
+    """rows of x a warp multiplies with 64 of the weight"""
+    stages: int
+
+    def __str__(self) -> str:
+        return f"mma,{self.m}x{self.n}x{self.stages},warp={self.warp_m}"
+
+    @property
+    def threads(self) -> int:
+        return self.m // self.warp_m * self.n // 64 * 32
+
+    @property
+    def shared(self) -> int:
+        return self.stages * (self.m + self.n) * 64
+
+    def defines(self, dtype: torch.dtype, activation: str) -> dict[str, object]:
+        return {
+            "SDACCEL_T": ELEMENTS[dtype],
+            "ACTIVATION": ACTIVATIONS[activation],
+            "TILE_M": self.m,
+            "TILE_N": self.n,
+            "WARP_M": self.warp_m,
+            "STAGES": self.stages,
+        }
+
+    def tiles(self, call: Call) -> int:
+        columns = self.n // 2 if call.activation == "geglu" else self.n
+        return -(-call.rows // self.m) * -(-call.n // columns)
+
+
+MMA_TILES = (
+    MmaTile(128, 256, 64, 3),
+    MmaTile(128, 128, 64, 4),
+    MmaTile(128, 128, 32, 3),
+    MmaTile(128, 64, 32, 4),
+    MmaTile(64, 64, 32, 4),
+)
+
+
+def mma_can_run(device: Device, call: Call) -> bool:
+    return device.capability >= (8, 0) and call.x.dtype in ELEMENTS and call.n % 8 == 0 and call.rows > 0
+
+
+def mma_tiles(device: Device, call: Call) -> list[MmaTile]:
+    """Those that fit, the cheapest first: rounds of blocks by what a block multiplies and loads."""
+
+    def cost(tile: MmaTile) -> int:
+        together = max(1, min(device.shared_per_block // tile.shared, 512 // tile.threads))
+        rounds = -(-tile.tiles(call) // (device.sms * together))
+        return rounds * together * (tile.m * tile.n + 32 * (tile.m + tile.n))
+
+    return sorted((tile for tile in MMA_TILES if tile.shared <= device.shared_per_block), key=cost)
+
+
+class _LaunchMma:
+    def __init__(
+        self, device: Device, call: Call, tile: MmaTile, x: Tensor, x2: Tensor | None, residual: Tensor | None
+    ):
+        self._device, self._call, self._tile = device, call, tile
+        self._x, self._x2, self._residual = x, x2, residual
+        self.defines = tile.defines(x.dtype, call.activation)
+
+    def __call__(self) -> Tensor:
+        call, tile, x, x2 = self._call, self._tile, self._x, self._x2
+        out = call.result()
+        strides = [Long(0 if t is None else t.stride(0)) for t in (x, x2, self._residual)]
+        sizes = (call.rows, call.n, x.shape[1], 0 if x2 is None else x2.shape[1])
+        kernel(MMA_FILE, "gemm_sm80", self.defines)(
+            (tile.tiles(call),),
+            tile.threads,
+            (x, x2, call.weight, out, call.bias, self._residual, call.flag, *sizes, *strides),
+            shared=tile.shared,
+            pdl=self._device.capability >= (9, 0),
+        )
+        return out
+
+
 # --- few rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -229,17 +333,17 @@ def _few_rows(device: Device, call: Call) -> Iterator[Tactic]:
     for columns in (1, 2, 4) if call.rows <= 4 else (1, 2):
         if call.n % columns == 0:
             few = Few(columns)
-            yield Tactic(str(few), partial(_run_few, few, call, x, residual))
+            yield Tactic(str(few), partial(_run_few, device, few, call, x, residual))
 
 
-def _run_few(few: Few, call: Call, x: Tensor, residual: Tensor | None) -> Tensor:
+def _run_few(device: Device, few: Few, call: Call, x: Tensor, residual: Tensor | None) -> Tensor:
     out = call.result()
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     kernel("gemv.cu", "gemv", few.defines(x.dtype, call.activation, call.rows))(
         (-(-call.n // (4 * few.columns)),),
         128,
         (x, call.weight, out, call.bias, residual, call.flag, call.n, x.shape[1], *strides),
-        pdl=True,
+        pdl=device.capability >= (9, 0),
     )
     return out
 
@@ -254,6 +358,16 @@ VARIANTS = [
             (Tile(128, 256, 4, multicast=True), "geglu"),
             (Tile(128, 128, 7, split=4), "silu"),
             (Tile(256, 160, 4), "quick_gelu"),
+        )
+    ),
+    *(
+        (MMA_FILE, "gemm_sm80", tile.defines(dtype, activation), (8, 0))
+        for tile, dtype, activation in (
+            (MMA_TILES[0], torch.float16, "none"),
+            (MMA_TILES[1], torch.bfloat16, "geglu"),
+            (MMA_TILES[2], torch.float16, "geglu"),
+            (MMA_TILES[3], torch.bfloat16, "gelu"),
+            (MMA_TILES[4], torch.float16, "silu"),
         )
     ),
     *(("gemv.cu", "gemv", Few(2).defines(torch.bfloat16, "silu", rows), (7, 5)) for rows in (2, 16)),
