@@ -134,7 +134,7 @@ def cost(device: Device, tile: Tile, tiles_m: int, tiles_n: int, blocks: int) ->
     shared = tile.m / 64 * 4 * (2048 + 32 * tile.n) / 128
     fetch = (tile.m + tile.n / (2 if tile.multicast else 1)) * 128 / 60
     step = 20 + max(multiply, shared, fetch)
-    write = 850 + tile.m * tile.n / (6 if tile.pingpong else 8.4)
+    write = 600 + tile.m * tile.n / 16
     start = 2400
     if tile.split > 1:
         clusters = device.sms * 21 // 22 // tile.split  # they do not fill every part of the chip
@@ -145,5 +145,5 @@ def cost(device: Device, tile: Tile, tiles_m: int, tiles_n: int, blocks: int) ->
     turns = -(-tiles // (device.sms // tile.cluster))
     main = blocks * step
     if tile.pingpong:
-        return 3300 + start + turns * max(main, write) + write
+        return 1200 + start + turns * max(main, write) + write
     return start + turns * (main + write)
