@@ -247,12 +247,11 @@ SDACCEL_DEVICE uint4 normalised(uint4 row, const float (&a)[8], const float (&b)
     float v[8];
     unpack8<T>(row, v);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        v[j] = fmaf(v[j], a[j], b[j]);
+    for (int j = 0; j < 8; ++j) v[j] = fmaf(v[j], a[j], b[j]);
 #if SILU
-        v[j] = silu(v[j]);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) silu_of_two(v[j], v[j + 1]);
 #endif
-    }
     return pack8<T>(v);
 }
 

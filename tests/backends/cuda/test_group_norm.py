@@ -152,6 +152,15 @@ def test_dependent_launches_in_a_graph_see_what_came_before() -> None:
 
 
 @pytest.mark.gpu
+def test_ring_is_offered_where_rows_are_dense() -> None:
+    """And one larger than shared memory and L2 together is right: its tiles come twice."""
+    if Device.current().capability < (9, 0):
+        pytest.skip("needs sm_90")
+    for shape in ((2, 320, 0, 64, 64), (1, 640, 320, 40, 40), (1, 128, 0, 800, 800)):
+        assert any("ring" in name for name in run(shape, torch.float16))
+
+
+@pytest.mark.gpu
 def test_two_streams_at_once() -> None:
     """Blocks that wait for each other must not wait for those of another launch."""
     device = Device.current()
@@ -169,3 +178,26 @@ def test_two_streams_at_once() -> None:
         torch.cuda.synchronize()
         for y in results:
             assert float((y.double() - expected).norm() / expected.norm()) < 2 * ROUNDING_REL[x.dtype], tactic.name
+
+
+H200 = Device(0, "an H200", (9, 0), 132, 50 << 20, 227 << 10)
+
+
+@pytest.mark.parametrize("shape", [*UNET, *((1, channels, 0, side, side) for _, channels, side in VAE)], ids=str)
+def test_rings_fit_a_block(shape: tuple[int, ...]) -> None:
+    batch, channels, more, height, width = shape
+    norm = group_norm.Shape(batch, height * width, channels + more, (channels + more) // 32)
+    found = group_norm.Ring.options(H200, norm)
+    assert found
+    for how in found:
+        stages, tile = how.stages(H200, norm), how.tile_bytes(norm)
+        assert 1 <= stages <= 32 and how.threads(norm) + 32 <= 1024
+        assert how._fixed(norm) + stages * tile <= H200.shared_per_block
+        assert how.lanes * norm.channels // 8 <= how.threads(norm)
+
+
+def test_calls_under_way_have_counters_of_their_own() -> None:
+    device = torch.device("cpu")
+    places = [group_norm._counters(device, 3) for _ in range(1000)]
+    assert len({place.data_ptr() for place in places}) == 1000
+    assert all(place.shape == (3,) and not place.any() for place in places)

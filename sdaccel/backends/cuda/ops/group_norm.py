@@ -6,6 +6,7 @@ activation: none | silu.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +19,22 @@ from sdaccel.backends.cuda.launch import Device, Long, kernel
 from sdaccel.backends.cuda.ops.layout import C_TYPE, HALVES, aligned, empty_image, pixels
 from sdaccel.backends.cuda.tactic import Tactic
 
-FILE = "group_norm.cu"
+FILE, FILE_SM90 = "group_norm.cu", "group_norm_sm90.cu"
 MAX_THREADS, UNROLL = 512, 4  # as in the source
 VARIANTS = [
     (FILE, "group_norm_fused", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_stats", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_persistent", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_apply", {"SDACCEL_T": "bf16_t", "SILU": 1, "STREAM": 1}, (7, 5)),
+    *(
+        (
+            FILE_SM90,
+            "group_norm",
+            {"SDACCEL_T": "half_t", "SILU": 1, "CHANNELS": channels, "PER_GROUP": n, "LANES": lanes, "ITEMS": 2},
+            (9, 0),
+        )
+        for channels, n, lanes in ((320, 10, 16), (2560, 80, 2), (96, 3, 53))
+    ),
 ]
 
 
@@ -68,14 +78,18 @@ def tactics(
         channels = scale.shape[0]
         shape = Shape(x.shape[0], math.prod(x.shape[2:]), channels, channels // groups)
 
-        def run(how: Fused | TwoPass | Persistent) -> Tactic:
-            return Tactic(how.name, lambda: how(device, shape, x, x2, add, scale, bias, epsilon, activation == "silu"))
+        def run(how: Fused | TwoPass | Persistent | Ring) -> Tactic:
+            silu = activation == "silu"
+            sources = ((FILE_SM90, how.defines(shape, x.dtype, silu)),) if isinstance(how, Ring) else ()
+            return Tactic(how.name, lambda: how(device, shape, x, x2, add, scale, bias, epsilon, silu), sources)
 
         fused = sorted(Fused.options(device, shape), key=lambda how: (how.cost(device, shape), how.name))[:6]
-        ours: list[Fused | TwoPass | Persistent] = [
+        dense = all(piece is None or (pixels(piece) or (0, 0))[1] == piece.shape[1] for piece in (x, x2))
+        ours: list[Fused | TwoPass | Persistent | Ring] = [
             *fused,
             *TwoPass.options(device, shape),
             *Persistent.options(device, shape),
+            *(Ring.options(device, shape) if dense else []),
         ]
         found = [(how.cost(device, shape), run(how)) for how in ours]
     return [tactic for _, tactic in sorted(found, key=lambda pair: pair[0])] + [Tactic("torch", plain)]
@@ -170,15 +184,16 @@ class Fused:
         return 16 * items * self.threads + _scratch(self.slice, shape.per_group, self.threads)
 
     def cost(self, device: Device, shape: Shape) -> float:
-        """Microseconds, roughly: what a multiprocessor has to move, at its part of an H200's memory bandwidth."""
+        """Microseconds, roughly: what a multiprocessor has to move, at half its part of an H200's memory bandwidth."""
         blocks = shape.images * (shape.channels // self.slice) * self.cluster
         slice_bytes = 2 * self.slice
         sectors = 32 * -(-(slice_bytes + 16) // 32) if slice_bytes % 32 else slice_bytes
         moved = 2 * sectors * -(-shape.rows // self.cluster)
         resident = max(1, device.shared_per_block // (self.shared(shape) + 1024))
-        rounds = -(-blocks // device.sms)
+        # not all multiprocessors can be grouped by four or eight
+        rounds = -(-blocks // (device.sms - 2 * self.cluster if resident == 1 and self.cluster > 2 else device.sms))
         alone = 1.3 if rounds > 1 and resident == 1 else 1.0  # nothing overlaps its reductions
-        return 2.0 + 0.3 * (self.cluster > 1) + 0.05 * self.cluster + alone * rounds * moved / 32e3
+        return 2.0 + 0.3 * (self.cluster > 1) + 0.05 * self.cluster + alone * rounds * moved / 16e3
 
     def __call__(
         self,
@@ -240,7 +255,7 @@ class TwoPass:
         parts = -(-shape.images // self.images) * (shape.channels // self.slice)
         sparse = 1.0 + 128 / (2 * self.slice) if self.slice < shape.channels else 1.0
         again = max(0.3, 1 - 0.6 * device.l2_bytes / part)
-        return parts * (4.0 + sparse * (2 + again) * part / 4.2e6)
+        return parts * (8.0 + sparse * (2 + again) * part / 4.2e6)
 
     def __call__(
         self,
@@ -356,3 +371,125 @@ class Persistent:
             cooperative=True,
         )
         return y
+
+
+# --- one launch, sm_90 on ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Both in one cooperative launch: tiles of whole rows pass through shared memory, as many as fit stay there."""
+
+    lanes: int
+    """rows at once"""
+    items: int
+    """such rows a tile"""
+
+    @property
+    def name(self) -> str:
+        return f"ours<ring,lanes={self.lanes},items={self.items}>"
+
+    @classmethod
+    def options(cls, device: Device, shape: Shape) -> list[Ring]:
+        if device.capability < (9, 0) or shape.images > device.sms // 8:
+            return []
+        share = math.ceil(shape.rows / cls._blocks(device, shape))
+        lanes = min(RING_THREADS // (shape.channels // 8), share)
+        choice = (1, 2) if share <= 8 * lanes else (2, 4)
+        found = [cls(lanes, items) for items in choice if items == 1 or items * lanes < 2 * share]
+        return [how for how in found if how.stages(device, shape) >= min(3, how._tiles(device, shape))]
+
+    @staticmethod
+    def _blocks(device: Device, shape: Shape) -> int:
+        """of an image"""
+        return min(device.sms // shape.images, shape.rows)
+
+    def _tiles(self, device: Device, shape: Shape) -> int:
+        """of a block"""
+        return math.ceil(math.ceil(shape.rows / self._blocks(device, shape)) / (self.lanes * self.items))
+
+    def tile_bytes(self, shape: Shape) -> int:
+        return 2 * shape.channels * self.lanes * self.items
+
+    def threads(self, shape: Shape) -> int:
+        """that calculate"""
+        return math.ceil(self.lanes * shape.channels / 8 / 32) * 32
+
+    def _fixed(self, shape: Shape) -> int:
+        """bytes of shared memory beside the tiles"""
+        groups = shape.channels // shape.per_group
+        return 512 + math.ceil(8 * groups / 128) * 128 + 64 // math.gcd(8, shape.per_group) * self.threads(shape)
+
+    def stages(self, device: Device, shape: Shape) -> int:
+        fit = (device.shared_per_block - self._fixed(shape)) // self.tile_bytes(shape)
+        return min(RING_STAGES, fit, self._tiles(device, shape))
+
+    def defines(self, shape: Shape, dtype: torch.dtype, silu: bool) -> dict[str, object]:
+        return {
+            "SDACCEL_T": C_TYPE[dtype],
+            "SILU": int(silu),
+            "CHANNELS": shape.channels,
+            "PER_GROUP": shape.per_group,
+            "LANES": self.lanes,
+            "ITEMS": self.items,
+        }
+
+    def cost(self, device: Device, shape: Shape) -> float:
+        blocks = shape.images * self._blocks(device, shape)
+        held = self.tile_bytes(shape) * self.stages(device, shape) * blocks + 0.5 * device.l2_bytes
+        busy = min(1.0, 1.5 * blocks / device.sms)
+        return 5.0 + 0.1 / self.items + (2 + max(0.0, 1 - held / shape.bytes)) * shape.bytes / (4e6 * busy)
+
+    def __call__(
+        self,
+        device: Device,
+        shape: Shape,
+        x: Tensor,
+        x2: Tensor | None,
+        add: Tensor | None,
+        scale: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        silu: bool,
+    ) -> Tensor:
+        blocks, stages = self._blocks(device, shape), self.stages(device, shape)
+        y = empty_image(x, shape.channels)
+        totals = torch.empty(
+            (shape.images, shape.channels // shape.per_group, blocks, 2), dtype=torch.float32, device=x.device
+        )
+        x_batch, x2_batch = ((pixels(piece) or (0, 0))[0] if piece is not None else 0 for piece in (x, x2))
+        add_batch = add.stride(0) if add is not None and add.shape[0] > 1 else 0
+        keep = int(0.5 * device.l2_bytes / (self.tile_bytes(shape) * blocks * shape.images))
+        norm = kernel(FILE_SM90, "group_norm", self.defines(shape, x.dtype, silu))
+        norm(
+            (blocks, 1, shape.images),
+            self.threads(shape) + 32,
+            [
+                *(x, Long(x_batch), x.shape[1], x2, Long(x2_batch), add, Long(add_batch), scale, bias, y),
+                *(totals, _counters(x.device, shape.images), shape.rows, epsilon, stages, keep),
+                int(2 * shape.bytes > device.l2_bytes),
+            ],
+            shared=self._fixed(shape) + stages * self.tile_bytes(shape),
+            cooperative=True,
+        )
+        return y
+
+
+RING_THREADS, RING_STAGES = 640, 32
+
+_COUNTERS = 1 << 14
+_counters_of: dict[torch.device, Tensor] = {}
+_calls = itertools.count()
+
+
+def _counters(device: torch.device, images: int) -> Tensor:
+    """For blocks to wait for each other: what no other call under way has. The kernel leaves them fit for the next."""
+    if device not in _counters_of:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.zeros(images, dtype=torch.int32, device=device)
+        _counters_of[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    places = _COUNTERS // images
+    start = next(_calls) % places * images
+    return _counters_of[device][start : start + images]
