@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -165,6 +165,15 @@ class ExecutionContext:
         self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
         self._broken: dict[str, Exception] = {}
         self._lock = threading.RLock()
+        self.shared: Callable[[], Mapping[str, torch.nn.Parameter]] | None = None
+        """The host's module's parameters, whose memory an engine may use for its weights."""
+        self.on_load: Callable[[LoadedEngine], None] | None = None
+        """Told when an engine has been loaded, and may have moved them."""
+
+    @property
+    def precision(self) -> str:
+        """Of the engines, the first one's; empty without any."""
+        return self.engines[0].engine.precision if self.engines else ""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], report: RunReport, outputs: Collection[str] | None = None
@@ -212,9 +221,12 @@ class ExecutionContext:
         entry = candidate.entry
         if candidate.plan not in self._loaded:
             self.store.open_engine(entry.key)
+            shared = self.shared() if self.shared is not None else {}
             self._loaded[candidate.plan] = self.backend.load(
-                entry.path, self.store.root / "weights", entry.engine.inputs
+                entry.path, self.store.root / "weights", entry.engine.inputs, shared
             )
+            if self.on_load is not None:
+                self.on_load(self._loaded[candidate.plan])
         return self._loaded[candidate.plan]
 
 
@@ -251,7 +263,11 @@ def unusable(tensor: torch.Tensor) -> str | None:
         values = tensor.numpy()
         if math.isfinite(np.vdot(values, values)) and values.item(0) != values.item(-1):
             return None
-    low, high = torch.stack(tensor.detach().aminmax()).tolist()
+    return fault_between(*torch.stack(tensor.detach().aminmax()).tolist())
+
+
+def fault_between(low: float, high: float) -> str | None:
+    """Why a result whose least and largest value are these is none; None if it is one."""
     if math.isnan(low) or math.isnan(high):
         return "NaN"
     if math.isinf(low) or math.isinf(high):

@@ -45,6 +45,9 @@ class Built:
 class LoadedEngine(ABC):
     """An engine ready to run. One call at a time."""
 
+    shared: frozenset[str] = frozenset()
+    """Names of the host's parameters in whose memory it keeps its weights."""
+
     @abstractmethod
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0

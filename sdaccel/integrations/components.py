@@ -177,7 +177,7 @@ class _VaeSwap(Swap):
             raise UnsupportedCall("VAE tiling is on, which engines do not do (pipe.vae.disable_tiling()).")
         pieces = tensor.split(1) if vae.use_slicing else (tensor,)
         results = [target.run({self.input: piece})[output] for piece in pieces]
-        if next(vae.parameters()).dtype in HALF:
+        if target.context.precision == "fp32" and next(vae.parameters()).dtype in HALF:
             target.report.note(f"{self.component} ran in float32, where half precision can overflow.")
         return torch.cat(results).to(tensor.device, tensor.dtype) if len(results) > 1 else results[0].to(tensor)
 

@@ -15,16 +15,19 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.store import Entry, Store
-from sdaccel.errors import SettingError
+from sdaccel.errors import BackendError, SettingError
 from sdaccel.export.components import source_of
 from sdaccel.integrations.components import swap_class
+from sdaccel.integrations.late_checks import LateChecks, random_state
 from sdaccel.integrations.swap import Swap, find_swap, running, swaps_of
 from sdaccel.integrations.watch import ModuleWatch
 from sdaccel.models.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
@@ -43,6 +46,7 @@ def accelerate(
     components: Collection[str] | None = None,
     profiles: Sequence[ImageProfile] = (),
     build: str = "if-missing",
+    precision: str | None = None,
     fallback: bool = True,
     progress: Callable[[str, float], None] | None = None,
 ) -> Any:
@@ -52,6 +56,8 @@ def accelerate(
     components: of unet, vae_decoder, vae_encoder, text_encoder, text_encoder_2; default: all that the pipeline has.
     profiles: shapes to be covered; default: whatever engines there are, or the model's native range if none.
     build: "if-missing" builds what the store lacks, "never" runs in torch what has no engine.
+    precision: of the engines: fp16, bf16 or fp32, as the backend has them; default: bf16 for a pipeline in bfloat16,
+    else the backend's first.
     fallback: False raises instead of running a call in torch.
 
     One call of the pipeline runs at a time: a lock serialises threads, since pipelines and schedulers hold state.
@@ -64,7 +70,9 @@ def accelerate(
     chosen_backend = pick_backend(backend)
     checkpoint = open_checkpoint(pipe)
     wanted = buildable_components(checkpoint, components)
-    engines, notes = _engines(checkpoint, wanted, tuple(profiles or ()), chosen_backend, place, build, progress)
+    precision = precision or _precision_like(pipe, chosen_backend)
+    config = BuilderConfig(tuple(wanted), tuple(profiles or ()), precision, chosen_backend.name)
+    engines, notes = _engines(checkpoint, config, chosen_backend, place, build, progress)
     restore(pipe)
     accelerated = Accelerated(pipe, fallback, notes, {} if components else _left_out(pipe, checkpoint))
     for component in wanted:
@@ -92,10 +100,15 @@ def _left_out(pipe: Any, checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
+def _precision_like(pipe: Any, backend: Backend) -> str | None:
+    """bf16 where the pipeline computes in it and the backend can."""
+    unet = getattr(pipe, "unet", None)
+    return "bf16" if getattr(unet, "dtype", None) is torch.bfloat16 and "bf16" in backend.precisions else None
+
+
 def _engines(
     checkpoint: Checkpoint,
-    components: Sequence[str],
-    profiles: tuple[ImageProfile, ...],
+    config: BuilderConfig,
     backend: Backend,
     store: Store,
     build: str,
@@ -103,17 +116,20 @@ def _engines(
 ) -> tuple[dict[str, list[Entry]], list[str]]:
     """The engines of each component that run here, built where that is asked for; and notes for the report."""
 
+    def fitting(component: str) -> list[Entry]:
+        entries = engines_here(checkpoint, component, backend, store)
+        return [entry for entry in entries if config.precision in (None, entry.engine.precision)]
+
     def covered(entries: Sequence[Entry]) -> bool:
         have = {profile for entry in entries for profile in entry.engine.image_profiles}
-        return bool(entries) and have.issuperset(profiles)
+        return bool(entries) and have.issuperset(config.profiles)
 
-    found = {component: engines_here(checkpoint, component, backend, store) for component in components}
+    found = {component: fitting(component) for component in config.components or ()}
     missing = [component for component, entries in found.items() if not covered(entries)]
     if missing and build == "if-missing":
-        config = BuilderConfig(tuple(missing), profiles, None, backend.name)
         with terminal_progress() as bar:
-            build_engines(checkpoint, config, store, progress or bar)
-        found = {component: engines_here(checkpoint, component, backend, store) for component in components}
+            build_engines(checkpoint, replace(config, components=tuple(missing)), store, progress or bar)
+        found = {component: fitting(component) for component in found}
         missing = []
     return found, [f"{component} has no engine for all that was asked for." for component in missing]
 
@@ -131,6 +147,8 @@ class Accelerated:
         self.careful = False
         self.notes = list(notes)
         self.left_out = dict(left_out or {})
+        self.checks = LateChecks()
+        self.exact: frozenset[str] = frozenset()
         self.swaps: dict[str, Swap] = {}
         self.contexts: dict[str, ExecutionContext] = {}
         self._lock = threading.RLock()
@@ -177,10 +195,11 @@ class Accelerated:
         """Component → ids of the engines that calls can be dispatched to."""
         return {name: [entry.key for entry in context.engines] for name, context in self.contexts.items()}
 
-    def generate(self, call: Callable[[], Any], careful: bool = True) -> Any:
+    def generate(self, call: Callable[[], Any], careful: bool = True, arguments: Any = ()) -> Any:
         """One call of the pipeline under the locks, with a report of its own.
 
-        careful: other code may change the modules between their calls (callbacks).
+        careful: other code may change the modules between their calls (callbacks). arguments: of the call; the random
+        generators among them are set back should the call have to be repeated.
         """
         with ExitStack() as held:
             held.enter_context(self._lock)
@@ -199,7 +218,11 @@ class Accelerated:
                     with watch.lock:
                         watch.look_closer()
                         watch.unsettle()  # pipelines change modules before they first call them
+                on_gpu = any(context.device == "cuda" for context in self.contexts.values())
+                restore = random_state(arguments) if on_gpu else None
                 result = call()
+                if restore is not None:
+                    result = self._repeated(result, call, restore, report)
                 self._check_in_place(report)
                 return result
             finally:
@@ -208,6 +231,27 @@ class Accelerated:
                 self._reports.running = outer
                 if outer is not None:
                     self._reports.last = outer
+
+    def _repeated(self, result: Any, call: Callable[[], Any], restore: Callable[[], None], report: RunReport) -> Any:
+        """``result``, or that of the same call once more where engines on the GPU gave something unusable."""
+        faults = self.checks.faults()
+        if not faults:
+            return result
+        if not self.fallback:
+            text = ", ".join(f"that of {component} was {fault}" for component, fault in faults.items())
+            raise BackendError(f"of the outputs {text}, and fallback=False forbids torch.")
+        for component, fault in faults.items():
+            reason = f"the output was {fault}: the whole call was repeated with torch in float32 for it."
+            report.fell_back(component, reason)
+        restore()
+        self.exact = frozenset(faults)
+        try:
+            result = call()
+        finally:
+            self.exact = frozenset()
+        for component, fault in self.checks.faults().items():
+            report.fail(f"{component} gives {fault}, when the call is repeated too.")
+        return result
 
     def _check_in_place(self, report: RunReport) -> None:
         """Reports swaps that other code took out, so that their engines were never asked."""
@@ -230,7 +274,8 @@ def _accelerated_class(cls: type) -> type:
     @functools.wraps(cls.__call__)  # type: ignore[operator]
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         careful = any(map(callable, (*args, *kwargs.values())))
-        return self.sdaccel.generate(lambda: cls.__call__(self, *args, **kwargs), careful)  # type: ignore[operator]
+        again = functools.partial(cls.__call__, self, *args, **kwargs)  # type: ignore[operator]
+        return self.sdaccel.generate(again, careful, (args, kwargs))
 
     def reduce(self: Any, protocol: Any) -> Any:
         return _blank, (cls,), {key: value for key, value in self.__dict__.items() if key != "sdaccel"}

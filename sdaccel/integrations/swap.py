@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sdaccel.errors import BackendError, UnsupportedCall
+from sdaccel.integrations.late_checks import LateChecks
 from sdaccel.integrations.watch import ModuleWatch
 from sdaccel.runtime import FALLBACK_ERRORS, ExecutionContext, RunReport, unusable
 
@@ -43,6 +44,10 @@ class Target(NamedTuple):
     """Other code runs between the calls (callbacks)."""
     running: bool
     """The pipeline is in a call, which began with a close look at its modules."""
+    checks: LateChecks | None
+    """Where outputs on a GPU are looked at later; None: at once."""
+    exact: frozenset[str]
+    """Components whose engines gave something unusable in this call: torch in float32 runs them."""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None
@@ -125,6 +130,8 @@ class Swap:
     def install(self, owner: Accelerated, context: ExecutionContext) -> None:
         if not self._owners:
             self.module.__dict__[self._place] = self._replacement
+        context.shared = self.watch.parameters
+        context.on_load = lambda engine: self.watch.share(engine.shared)
         self._owners.append((owner, context))
 
     def remove(self, owner: Accelerated) -> None:
@@ -157,13 +164,18 @@ class Swap:
             return None
         found = next((pair for pipe in reversed(running.pipelines) for pair in owners if pair[0] is pipe), None)
         owner, context = found or owners[-1]
-        return Target(context, owner.last_report, owner.fallback, owner.careful, found is not None)
+        running_now = found is not None
+        checks = owner.checks if running_now and context.device == "cuda" else None
+        exact = owner.exact if running_now else frozenset()
+        return Target(context, owner.last_report, owner.fallback, owner.careful, running_now, checks, exact)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = self._target()
         if target is None or getattr(self._bypass, "on", False):
             return self.original()(*args, **kwargs)
         with self.watch.lock:
+            if self.component in target.exact:
+                return self._in_float32(target, args, kwargs)
             try:
                 reason = self._changed(target)
                 if reason:
@@ -231,6 +243,9 @@ class Swap:
         ``final``: it came from torch in float32 already.
         """
         output = self.tensor(result)
+        if target.checks is not None and output.is_cuda and not final:
+            target.checks.add(self.component, output)
+            return result
         fault = unusable(output)
         if fault is None:
             return result
@@ -238,14 +253,20 @@ class Swap:
             if not target.fallback:
                 raise BackendError(f"the output of {self.component} was {fault}, and fallback=False forbids torch.")
             target.report.fell_back(self.component, f"the output was {fault}: computed again by torch in float32.")
-            with self._float32():
-                result = self._run_torch(target, _cast(args, torch.float32), _cast(kwargs, torch.float32))
-            fault = unusable(self.tensor(result))
-            if output.dtype in HALF:
-                result = self.cast(result, output.dtype)
+            return self._in_float32(target, args, kwargs)
+        target.report.fail(f"{self.component} gives {fault}, in torch and float32 too.")
+        return result
+
+    def _in_float32(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch gives in float32, in the type that was asked in."""
+        half = next((tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in HALF), None)
+        wanted = half or next((p.dtype for p in self.module.parameters() if p.dtype in HALF), None)
+        with self._float32():
+            result = self._run_torch(target, _cast(args, torch.float32), _cast(kwargs, torch.float32))
+        fault = unusable(self.tensor(result))
         if fault:
             target.report.fail(f"{self.component} gives {fault}, in torch and float32 too.")
-        return result
+        return result if wanted is None else self.cast(result, wanted)
 
     @contextmanager
     def _float32(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -135,6 +135,17 @@ class ModuleWatch:
             ):
                 return None
         return self._look()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's own, by the names they had when the watch began: without adapters' wrappers."""
+        found = {weight.name: weight.now() for weight in self._weights}
+        return {name: value for name, value in found.items() if isinstance(value, nn.Parameter)}
+
+    def share(self, names: Collection[str]) -> None:
+        """Takes the memory that these weights are in for the engine's own: what is edited there, it computes with."""
+        for weight in self._weights:
+            if weight.name in names:
+                weight.share()
 
     def unsettle(self) -> None:
         """Makes the next `reason` look at everything."""
@@ -420,6 +431,7 @@ class _Weight:
         "_now",
         "_parameters",
         "_seen",
+        "_shared",
         "_sum",
         "_values",
         "name",
@@ -432,6 +444,7 @@ class _Weight:
         self.name = name
         self._parameters = parameters
         self._key = key
+        self._shared: int | None = None
         parameter = parameters[key]
         assert parameter is not None
         self.shape = tuple(parameter.shape)
@@ -451,7 +464,14 @@ class _Weight:
         return self._parameters.get(self._key)
 
     def trust_nothing(self) -> None:
-        self._seen = None
+        now = self._parameters.get(self._key)
+        if now is None or now.data_ptr() != self._shared:
+            self._seen = None
+
+    def share(self) -> None:
+        now = self._parameters.get(self._key)
+        if now is not None:
+            self._shared, self._seen = now.data_ptr(), self._state(now)
 
     def suspect(self) -> bool:
         """Whether it may have been edited since it was last compared, or was edited then."""

@@ -38,7 +38,11 @@ PROMPT = ("encoder_hidden_states", "y")
 
 class Cuda(Backend):
     name = "cuda"
-    precisions = ("fp16", "bf16")
+    precisions: tuple[str, ...] = ("fp16", "bf16")
+
+    def __init__(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+            self.precisions = ("fp16",)  # bfloat16 came with compute capability 8.0
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():
@@ -177,7 +181,15 @@ class Cuda(Backend):
             tensors = load_weights(plan, weights, dtype, device, shared)
         except torch.cuda.OutOfMemoryError as error:
             raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
-        return CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent))
+        engine = CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent))
+        engine.shared = frozenset(
+            name for name, value in (shared or {}).items() if _same_memory(value, tensors.get(name))
+        )
+        return engine
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and a.data_ptr() == b.data_ptr()
 
 
 class CudaEngine(LoadedEngine):
