@@ -10,9 +10,11 @@
 //   group_norm_apply   the normalisation
 //   group_norm_persistent   both in one: what shared memory and L2 hold of the image is not read again
 //
-// A thread owns eight channels and walks over the rows. It sums differences to the first value it meets, so nothing
-// cancels; the moments of threads, warps, blocks are merged by Chan, Golub and LeVeque's formula (1983).
-// Called by sdaccel/backends/cuda/ops/group_norm.py. Macros: SDACCEL_T, SILU (0, 1), STREAM (1: larger than L2).
+// A thread owns eight channels and walks over the rows. The fused kernel sums differences to one pixel's value, the same
+// for a group in all of an image, which add up in any order. The others sum differences to the first value that a thread
+// meets; the moments of threads, warps, blocks are merged by Chan, Golub and LeVeque's formula (1983).
+// Called by sdaccel/backends/cuda/ops/group_norm.py. Macros: SDACCEL_T, SILU (0, 1), and either PER_GROUP (channels of a
+// group), for the fused kernel alone, or STREAM (1: larger than L2), for the others.
 #include "numeric.cuh"
 
 #define MAX_THREADS 512
@@ -83,6 +85,173 @@ SDACCEL_DEVICE void copy_wait() {
 #endif
 }
 
+// Where a thread works: chunk `chunk` (eight channels) of every `lanes`-th row, from `lane` on.
+struct Place {
+    int chunks, lanes, chunk, lane;
+    bool works;
+
+    __device__ __forceinline__ Place(int slice)
+        : chunks(slice / 8),
+          lanes(int(blockDim.x) / chunks),
+          chunk(int(threadIdx.x) % chunks),
+          lane(int(threadIdx.x) / chunks),
+          works(lane < lanes) {}
+};
+
+SDACCEL_DEVICE uint4 normalised(uint4 row, const float (&a)[8], const float (&b)[8]) {
+    float v[8];
+    unpack8<T>(row, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = fmaf(v[j], a[j], b[j]);
+#if SILU
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) silu_of_two(v[j], v[j + 1]);
+#endif
+    return pack8<T>(v);
+}
+
+// ---- one read, one write -------------------------------------------------------------------------------------------
+
+#ifdef PER_GROUP
+
+constexpr int UNIT = PER_GROUP % 8 == 0 ? 8 : PER_GROUP % 4 == 0 ? 4 : PER_GROUP % 2 == 0 ? 2 : 1;  // channels of one group
+constexpr int UNITS = 8 / UNIT;                                                                     // a thread's
+constexpr int COLUMNS = PER_GROUP / UNIT;                                                           // units of a group
+
+// The sum over eight neighbouring lanes.
+SDACCEL_DEVICE float sum_of_eight(float x) {
+#pragma unroll
+    for (int mask = 4; mask > 0; mask >>= 1) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    return x;
+}
+
+// grid (cluster, channels / slice, B), cluster size grid.x; dynamic shared memory: 16 bytes a thread and row it owns,
+// 8 * UNITS a thread, 24 a group of the slice. slice: a multiple of 8 and of PER_GROUP.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
+group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
+                 const T* add, int64_t add_batch, const T* __restrict__ scale, const T* __restrict__ bias, T* y,
+                 int rows, int channels, float epsilon, int slice) {
+    extern __shared__ uint4 shared[];
+    const Place at(slice);
+    const int groups = slice / PER_GROUP, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int channel = blockIdx.y * slice + at.chunk * 8;
+    const int64_t batch = blockIdx.z;
+    const bool second = channel >= x_channels;
+    const int stride = second ? x2_row : x_row;
+    x += batch * x_batch;
+    if (x2 != nullptr) x2 += batch * x2_batch;
+    const T* from = second ? x2 + channel - x_channels : x + channel;
+    const uint4 scales = load16(scale + channel), biases = load16(bias + channel);
+
+    const int share = (rows + int(gridDim.x) - 1) / int(gridDim.x);
+    const int begin = min(int(blockIdx.x) * share, rows), end = min(begin + share, rows);
+    const int items = (share + at.lanes - 1) / at.lanes;
+    const int mine = at.works ? max(0, (end - begin - at.lane + at.lanes - 1) / at.lanes) : 0;
+    float2* const units = reinterpret_cast<float2*>(shared + items * blockDim.x);
+    float4* const block = reinterpret_cast<float4*>(units + UNITS * blockDim.x);
+    float2* const result = reinterpret_cast<float2*>(block + groups);  // mean, 1 / standard deviation
+    uint4* item = shared + threadIdx.x;  // the i-th lies at item[i * blockDim.x]; no other thread touches it
+
+    pdl_launch_dependents();
+    pdl_wait();
+    from += int64_t(begin + at.lane) * stride;
+    const int64_t step = int64_t(at.lanes) * stride;
+    const int stage = (items + STAGES - 1) / STAGES;
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+        for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) copy_async(item + i * blockDim.x, from + i * step);
+        copy_commit();
+    }
+
+    float apart[8];  // what is added to x: the addend, less the group's value at the pixel in the middle
+    unpack8<T>(add != nullptr ? load16(add + batch * add_batch + channel) : uint4{}, apart);
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        const int head = (channel + u * UNIT) / PER_GROUP * PER_GROUP;
+        float value = to_float(head < x_channels ? x[int64_t(rows / 2) * x_row + head]
+                                                 : x2[int64_t(rows / 2) * x2_row + head - x_channels]);
+        if (add != nullptr) value += to_float(add[batch * add_batch + head]);
+#pragma unroll
+        for (int j = u * UNIT; j < (u + 1) * UNIT; ++j) apart[j] -= value;
+    }
+
+    float sum[8] = {}, squares[8] = {};
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+        if (s == 0) copy_wait<STAGES - 1>();
+        if (s == 1) copy_wait<STAGES - 2>();
+        if (s == 2) copy_wait<STAGES - 3>();
+        if (s == 3) copy_wait<STAGES - 4>();
+        for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) {
+            float v[8];
+            unpack8<T>(item[i * blockDim.x], v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                v[j] += apart[j];
+                sum[j] += v[j];
+                squares[j] = fmaf(v[j], v[j], squares[j]);
+            }
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+        float2 own = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = u * UNIT; j < (u + 1) * UNIT; ++j) own = {own.x + sum[j], own.y + squares[j]};
+        units[threadIdx.x * UNITS + u] = own;
+    }
+    __syncthreads();
+
+    const int blocks = cluster_size(), warps = blockDim.x / 32;
+    const float n = float(rows) * PER_GROUP;
+    for (int group = warp; group < groups; group += warps) {
+        float total = 0.0f, total_squares = 0.0f;
+#pragma unroll 4
+        for (int e = lane; e < at.lanes * COLUMNS; e += 32) {
+            const float2 unit = units[e / COLUMNS * (at.chunks * UNITS) + group * COLUMNS + e % COLUMNS];
+            total += unit.x;
+            total_squares += unit.y;
+        }
+        total = warp_sum(total);
+        total_squares = warp_sum(total_squares);
+        if (lane == 0) block[group] = {total, total_squares, 0.0f, 0.0f};
+    }
+    if (blocks > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
+    for (int group = warp; group < groups; group += warps) {
+        float4 totals = block[group];
+        if (blocks > 1) {
+            totals = lane % 8 < blocks ? load_remote(block + group, lane % 8) : float4{};
+            totals.x = sum_of_eight(totals.x);
+            totals.y = sum_of_eight(totals.y);
+        }
+        const float mean = totals.x / n, variance = fmaxf(fmaf(-mean, mean, totals.y / n), 0.0f);
+        if (lane == 0) result[group] = {mean, rsqrtf(variance + epsilon)};
+    }
+    if (blocks > 1) cluster_arrive();  // others' shared memory is not read any more
+    __syncthreads();
+
+    if (mine > 0) {
+        float a[8], b[8];
+        unpack8<T>(scales, a);
+        unpack8<T>(biases, b);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float2 group = result[(at.chunk * 8 + j / UNIT * UNIT) / PER_GROUP];
+            a[j] *= group.y;
+            b[j] = fmaf(apart[j] - group.x, a[j], b[j]);
+        }
+        T* to = y + (batch * rows + begin + at.lane) * channels + channel;
+        const int64_t along = int64_t(at.lanes) * channels;
+        for (int i = 0; i < mine; ++i) store16(to + i * along, normalised(item[i * blockDim.x], a, b));
+    }
+    if (blocks > 1) cluster_wait();
+}
+
+#else
+
 // ---- moments -------------------------------------------------------------------------------------------------------
 
 // Count, mean, sum of squared deviations (in x, y, z).
@@ -116,19 +285,6 @@ struct Sums {
             squares[j] = fmaf(apart, apart, squares[j]);
         }
     }
-};
-
-// Where a thread works: chunk `chunk` (eight channels) of every `lanes`-th row, from `lane` on.
-struct Place {
-    int chunks, lanes, chunk, lane;
-    bool works;
-
-    __device__ __forceinline__ Place(int slice)
-        : chunks(slice / 8),
-          lanes(int(blockDim.x) / chunks),
-          chunk(int(threadIdx.x) % chunks),
-          lane(int(threadIdx.x) / chunks),
-          works(lane < lanes) {}
 };
 
 // Shared memory of a reduction, in 16-byte units before `parts`: 4 a thread. `groups`: in the slice.
@@ -241,92 +397,6 @@ SDACCEL_DEVICE void coefficients(const float2* result, int local, int per_group,
         a[j] *= group.y;
         b[j] = fmaf(extra[j] - group.x, a[j], b[j]);
     }
-}
-
-SDACCEL_DEVICE uint4 normalised(uint4 row, const float (&a)[8], const float (&b)[8]) {
-    float v[8];
-    unpack8<T>(row, v);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = fmaf(v[j], a[j], b[j]);
-#if SILU
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) silu_of_two(v[j], v[j + 1]);
-#endif
-    return pack8<T>(v);
-}
-
-// ---- one read, one write -------------------------------------------------------------------------------------------
-
-// grid (cluster, channels / slice, B), cluster size grid.x; dynamic shared memory: 16 bytes a thread and row it owns,
-// then Scratch. slice: a multiple of 8 and of per_group.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)
-group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T* x2, int64_t x2_batch, int x2_row,
-                 const T* add, int64_t add_batch, const T* __restrict__ scale, const T* __restrict__ bias, T* y,
-                 int rows, int channels, int per_group, float epsilon, int slice) {
-    extern __shared__ uint4 shared[];
-    const Place at(slice);
-    const int groups = slice / per_group, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int channel = blockIdx.y * slice + at.chunk * 8;
-    const int64_t batch = blockIdx.z;
-    const bool second = channel >= x_channels;
-    const int stride = second ? x2_row : x_row;
-    const T* from = second ? x2 + batch * x2_batch + channel - x_channels : x + batch * x_batch + channel;
-    const uint4 none = {}, scales = at.works ? load16(scale + channel) : none;
-    const uint4 biases = at.works ? load16(bias + channel) : none;
-
-    const int share = (rows + int(gridDim.x) - 1) / int(gridDim.x);
-    const int begin = min(int(blockIdx.x) * share, rows), end = min(begin + share, rows);
-    const int items = (share + at.lanes - 1) / at.lanes;
-    const int mine = at.works ? max(0, (end - begin - at.lane + at.lanes - 1) / at.lanes) : 0;
-    const Scratch scratch(shared + items * blockDim.x, groups);
-    uint4* item = shared + threadIdx.x;  // the i-th lies at item[i * blockDim.x]; no other thread touches it
-
-    pdl_launch_dependents();
-    pdl_wait();
-    from += int64_t(begin + at.lane) * stride;
-    const int64_t step = int64_t(at.lanes) * stride;
-    const int stage = (items + STAGES - 1) / STAGES;
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
-        for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) copy_async(item + i * blockDim.x, from + i * step);
-        copy_commit();
-    }
-    const uint4 adds = add != nullptr && at.works ? load16(add + batch * add_batch + channel) : none;
-    Sums sums;
-    copy_wait<STAGES - 1>();
-    sums.start(mine > 0 ? item[0] : uint4{});
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
-        if (s == 1) copy_wait<STAGES - 2>();
-        if (s == 2) copy_wait<STAGES - 3>();
-        if (s == 3) copy_wait<STAGES - 4>();
-        for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) sums.take(item[i * blockDim.x]);
-    }
-    merge_block(at, scratch, sums, mine, adds, slice, groups, per_group);
-
-    const int blocks = cluster_size();
-    if (blocks > 1) {
-        cluster_arrive();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
-    for (int group = warp; group < groups; group += blockDim.x / 32) {
-        Moments merged = scratch.block[group];
-        if (blocks > 1) merged = warp_merge(lane < blocks ? load_remote(scratch.block + group, lane) : Moments{});
-        if (lane == 0) scratch.result[group] = {merged.y, rsqrtf(merged.z / merged.x + epsilon)};
-    }
-    if (blocks > 1) cluster_arrive();  // others' shared memory is not read any more
-    __syncthreads();
-
-    if (mine > 0) {
-        float a[8], b[8];
-        coefficients(scratch.result, at.chunk * 8, per_group, adds, scales, biases, a, b);
-        T* to = y + (batch * rows + begin + at.lane) * channels + channel;
-        const int64_t along = int64_t(at.lanes) * channels;
-        for (int i = 0; i < mine; ++i) store16(to + i * along, normalised(item[i * blockDim.x], a, b));
-    }
-    if (blocks > 1) cluster_wait();
 }
 
 // ---- two reads -----------------------------------------------------------------------------------------------------
@@ -530,3 +600,5 @@ group_norm_persistent(const T* x, int64_t x_batch, int x_row, int x_channels, co
     for (i = 0; i < held; ++i)
         store16_streaming(to + int64_t(i) * to_step, normalised(item[i * blockDim.x], a, b));
 }
+
+#endif

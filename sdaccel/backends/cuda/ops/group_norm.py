@@ -22,7 +22,8 @@ from sdaccel.backends.cuda.tactic import Tactic
 FILE, FILE_SM90 = "group_norm.cu", "group_norm_sm90.cu"
 MAX_THREADS, UNROLL = 512, 4  # as in the source
 VARIANTS = [
-    (FILE, "group_norm_fused", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
+    (FILE, "group_norm_fused", {"SDACCEL_T": "half_t", "SILU": 1, "PER_GROUP": 10}, (7, 5)),
+    (FILE, "group_norm_fused", {"SDACCEL_T": "bf16_t", "SILU": 0, "PER_GROUP": 3}, (7, 5)),
     (FILE, "group_norm_stats", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_persistent", {"SDACCEL_T": "half_t", "SILU": 1, "STREAM": 0}, (7, 5)),
     (FILE, "group_norm_apply", {"SDACCEL_T": "bf16_t", "SILU": 1, "STREAM": 1}, (7, 5)),
@@ -80,7 +81,9 @@ def tactics(
 
         def run(how: Fused | TwoPass | Persistent | Ring) -> Tactic:
             silu = activation == "silu"
-            sources = ((FILE_SM90, how.defines(shape, x.dtype, silu)),) if isinstance(how, Ring) else ()
+            sources: tuple[tuple[str, dict[str, object]], ...] = ()
+            if isinstance(how, (Fused, Ring)):
+                sources = ((FILE_SM90 if isinstance(how, Ring) else FILE, how.defines(shape, x.dtype, silu)),)
             return Tactic(how.name, lambda: how(device, shape, x, x2, add, scale, bias, epsilon, silu), sources)
 
         fused = sorted(Fused.options(device, shape), key=lambda how: (how.cost(device, shape), how.name))[:6]
@@ -181,7 +184,11 @@ class Fused:
     def shared(self, shape: Shape) -> int:
         share = -(-shape.rows // self.cluster)
         items = -(-share // (self.threads // (self.slice // 8)))
-        return 16 * items * self.threads + _scratch(self.slice, shape.per_group, self.threads)
+        units = 8 // math.gcd(8, shape.per_group)
+        return 16 * items * self.threads + 8 * units * self.threads + 24 * (self.slice // shape.per_group)
+
+    def defines(self, shape: Shape, dtype: torch.dtype, silu: bool) -> dict[str, object]:
+        return {"SDACCEL_T": C_TYPE[dtype], "SILU": int(silu), "PER_GROUP": shape.per_group}
 
     def cost(self, device: Device, shape: Shape) -> float:
         """Microseconds, roughly: what a multiprocessor has to move, at half its part of an H200's memory bandwidth."""
@@ -208,11 +215,11 @@ class Fused:
         silu: bool,
     ) -> Tensor:
         y = empty_image(x, shape.channels)
-        fused = kernel(FILE, "group_norm_fused", {"SDACCEL_T": C_TYPE[x.dtype], "SILU": int(silu), "STREAM": 0})
+        fused = kernel(FILE, "group_norm_fused", self.defines(shape, x.dtype, silu))
         fused(
             (self.cluster, shape.channels // self.slice, shape.images),
             self.threads,
-            [*_source(x, x2, add), scale, bias, y, shape.rows, shape.channels, shape.per_group, epsilon, self.slice],
+            [*_source(x, x2, add), scale, bias, y, shape.rows, shape.channels, epsilon, self.slice],
             shared=self.shared(shape),
             cluster=self.cluster,
             pdl=device.capability >= (9, 0),
