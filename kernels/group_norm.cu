@@ -182,6 +182,7 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
         if (s == 1) copy_wait<STAGES - 2>();
         if (s == 2) copy_wait<STAGES - 3>();
         if (s == 3) copy_wait<STAGES - 4>();
+#pragma unroll 2
         for (int i = s * stage; i < min((s + 1) * stage, mine); ++i) {
             float v[8];
             unpack8<T>(item[i * blockDim.x], v);
@@ -245,6 +246,7 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
         }
         T* to = y + (batch * rows + begin + at.lane) * channels + channel;
         const int64_t along = int64_t(at.lanes) * channels;
+#pragma unroll 2
         for (int i = 0; i < mine; ++i) store16(to + i * along, normalised(item[i * blockDim.x], a, b));
     }
     if (blocks > 1) cluster_wait();

@@ -114,9 +114,14 @@ SDACCEL_DEVICE void produce(const Source& source, Ring ring, uint32_t memory, in
 
 // ---- numbers -------------------------------------------------------------------------------------------------------------
 
-struct Totals {
+struct alignas(8) Totals {
     float sum, squares;
 };
+
+// By name: the compiler makes four stores of a choice between a streaming one and a plain one.
+SDACCEL_DEVICE void store16_global(void* p, uint4 x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 
 SDACCEL_DEVICE uint4 normalised(uint4 row, const float (&a)[8], const float (&b)[8]) {
     float v[8];
@@ -290,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
                 if (stream)
                     store16_streaming(place, result);
                 else
-                    store16(place, result);
+                    store16_global(place, result);
             }
         }
     }
