@@ -382,10 +382,13 @@ class OpTime:
 
 
 def op_times(entry: Entry, store: Store, *, repeats: int = 1) -> tuple[dict[str, int], list[OpTime]] | None:
-    """(axis sizes, time by operator, the most first) of one call at the first profile's opt, one image at once.
+    """(axis sizes, time by operator, the most first) of one call at the first profile's opt.
 
-    Measured here and now by ONNX Runtime's profiler. None for a backend that has none. Raises EngineBroken.
+    Measured here and now by ONNX Runtime's profiler, one image at once; of a CUDA engine what the tuner measured when
+    it was built. None for a backend that has neither. Raises EngineBroken.
     """
+    if entry.engine.backend == "cuda":
+        return entry.engine.profiles[0].opt(), tuned_times(entry.engine.details)
     if entry.engine.backend != "onnxruntime":
         return None
     from sdaccel.backends.onnxruntime import OnnxRuntime
@@ -408,6 +411,18 @@ def op_times(entry: Entry, store: Store, *, repeats: int = 1) -> tuple[dict[str,
             engine.run(inputs)
         events = json.loads(Path(engine.session.end_profiling()).read_text(encoding="utf-8"))
     return shape, _sum_ops(events, repeats)
+
+
+def tuned_times(details: Mapping[str, Any]) -> list[OpTime]:
+    """Time by operator and tactic of a CUDA engine at its first profile's opt, from the ``details`` of its manifest."""
+    counts: dict[str, int] = defaultdict(int)
+    sums: dict[str, float] = defaultdict(float)
+    for step in details["profiles"][0]["steps"]:
+        name = f"{step['op']}: {step['tactic'].partition('<')[0]}"
+        counts[name] += step["count"]
+        sums[name] += step["count"] * (step["microseconds"] or 0.0) / 1e3
+    found = [OpTime(name, counts[name], round(value, 4)) for name, value in sums.items()]
+    return sorted(found, key=lambda item: -item.milliseconds)
 
 
 def _sum_ops(events: Sequence[Mapping[str, Any]], repeats: int) -> list[OpTime]:

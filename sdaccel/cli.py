@@ -519,7 +519,7 @@ def bench(
     rows = []
     for result in found.results:
         cells = [
-            f"{t.median:.1f} ({min(t.milliseconds):.1f}-{max(t.milliseconds):.1f})"
+            f"{t.median:.4g} ({min(t.milliseconds):.4g}-{max(t.milliseconds):.4g})"
             for t in map(result.times.get, names)
             if t
         ]
@@ -698,6 +698,38 @@ def _print_engine(item: Listed) -> None:
     hidden = max(0, len(engine.inputs) - 6) + max(0, len(engine.outputs) - 6)
     if hidden:
         print(f"  {hidden} more inputs and outputs: --json shows all")
+    if engine.backend == "cuda":
+        _print_tactics(engine.details)
+
+
+def _print_tactics(details: dict[str, Any], most: int = 24) -> None:
+    """The steps that take longest, against what the device reaches."""
+    ceilings = details["ceilings"]
+    for profile in details["profiles"]:
+        steps = profile["steps"]
+        total = sum(step["count"] * (step["microseconds"] or 0.0) for step in steps)
+        rows = []
+        for step in steps[:most]:
+            seconds = (step["microseconds"] or 0.0) / 1e6
+            operations, moved = (step[name] / seconds if seconds else 0.0 for name in ("operations", "bytes"))
+            rows.append(
+                [
+                    step["op"],
+                    step["tactic"],
+                    str(step["count"]),
+                    f"{1e6 * seconds:.1f}",
+                    f"{100 * step['count'] * 1e6 * seconds / total:.1f} %" if total else "",
+                    f"{operations / 1e12:.0f} ({100 * operations / ceilings['operations']:.0f} %)"
+                    if operations
+                    else "",
+                    f"{moved / 1e12:.2f} ({100 * moved / ceilings['bytes']:.0f} %)",
+                ]
+            )
+        print(f"  tuned for {profile['profile']}: {total / 1e3:.2f} ms in {sum(s['count'] for s in steps)} steps")
+        heads = ["op", "tactic", "steps", "us", "of all", "TFLOP/s (of ceiling)", "TB/s (of ceiling)"]
+        console.print_table(heads, rows)
+        if len(steps) > most:
+            print(f"  {len(steps) - most} more kinds of steps: --json shows all")
 
 
 def _pairs(values: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ class Cuda(Backend):
     def build(self, job: BuildJob, folder: Path) -> Built:
         import onnx_ir as ir
 
-        from sdaccel.backends.cuda.executor import Executor, tactic_counts
+        from sdaccel.backends.cuda.executor import Executor, summary
         from sdaccel.backends.cuda.launch import CACHE, Device
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.lower import lower
@@ -110,6 +110,7 @@ class Cuda(Backend):
         tuner = Tuner(Device.current(), cache)
         table = TacticTable()
         executor = Executor(plan, weights, dtype, device, table)
+        ceilings = tuner.ceilings(dtype)
         profiles = []
         try:
             with CACHE.recording() as cubins:
@@ -120,14 +121,7 @@ class Cuda(Backend):
                     choices = executor.tune(inputs, tuner)
                     cache.save()
                     error = _check_replays(executor, inputs, dtype)
-                    microseconds = sum(choice.microseconds or 0.0 for choice in choices)
-                    profiles.append(
-                        {
-                            "tactics": tactic_counts(choices),
-                            "tuned_microseconds": round(microseconds, 1),
-                            "replay_error": error,
-                        }
-                    )
+                    profiles.append({"profile": str(profile), "replay_error": error, "steps": summary(choices)})
         finally:
             executor.forget()
             executor.weights.clear()
@@ -145,6 +139,7 @@ class Cuda(Backend):
             "nodes": sum(ops.values()),
             "prologue": len(plan.prologue),
             "measured": tuner.measured,
+            "ceilings": ceilings,
             "profiles": profiles,
         }
         return Built((), details)

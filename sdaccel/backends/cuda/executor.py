@@ -27,6 +27,7 @@ from sdaccel.backends.cuda.plan import ExecutionPlan, Step
 from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable
 from sdaccel.backends.cuda.tuner import Tuner, relative_error
+from sdaccel.backends.cuda.work import work
 from sdaccel.errors import BackendError, UnsupportedCall
 
 Values = dict[str, Tensor | None]
@@ -40,6 +41,9 @@ class StepChoice:
     signature: Signature
     tactic: str
     microseconds: float | None
+    """as the tuner measured it; None where there was nothing to choose"""
+    operations: float = 0.0
+    nbytes: int = 0
 
 
 class Chooser:
@@ -73,9 +77,13 @@ class Chooser:
             self.table.put(signature, measured)
         tactic = _named(tactics, measured)
         same = measured is not None and measured.tactic == tactic.name
-        self.choices.append(
-            StepChoice(self.step, signature, tactic.name, measured.microseconds if measured and same else None)
-        )
+        microseconds = measured.microseconds if measured is not None and same else None
+        if self.tuner is not None:
+            result = tactic.run()
+            operations, nbytes = work(signature.op, tensors, attributes, result)
+            self.choices.append(StepChoice(self.step, signature, tactic.name, microseconds, operations, nbytes))
+            return result
+        self.choices.append(StepChoice(self.step, signature, tactic.name, microseconds))
         if self.flag is not None and "flag" not in attributes:
             flagged = _named(op.tactics(self.device, *tensors, flag=self.flag, **attributes), measured)
             tactic = flagged if flagged.name == tactic.name else tactic
@@ -385,6 +393,23 @@ def _shapes(inputs: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {list(value.shape)}" for name, value in inputs.items())
 
 
-def tactic_counts(choices: Iterable[StepChoice]) -> dict[str, int]:
-    """``op: tactic`` → how many steps it runs, the most frequent first."""
-    return dict(Counter(f"{choice.signature.op}: {choice.tactic}" for choice in choices).most_common())
+def summary(choices: Iterable[StepChoice]) -> list[dict[str, Any]]:
+    """Equal steps together, those that take the longest first: for people.
+
+    Each with op, tactic, shape, count, and of one call: microseconds, operations, bytes.
+    """
+    alike = Counter((choice.signature, choice.tactic) for choice in choices)
+    one = {(choice.signature, choice.tactic): choice for choice in choices}
+    rows = [
+        {
+            "op": choice.signature.op,
+            "tactic": choice.tactic,
+            "shape": f"{choice.signature.fixed} {','.join(map(str, choice.signature.sizes))}",
+            "count": alike[key],
+            "microseconds": choice.microseconds,
+            "operations": choice.operations,
+            "bytes": choice.nbytes,
+        }
+        for key, choice in one.items()
+    ]
+    return sorted(rows, key=lambda row: -row["count"] * (row["microseconds"] or 0.0))

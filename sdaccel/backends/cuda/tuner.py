@@ -119,6 +119,16 @@ class Tuner:
                 break
         return statistics.median(times)
 
+    def ceilings(self, dtype: torch.dtype) -> dict[str, float]:
+        """What the device reaches: operations a second in a large product, bytes (read and written) in a copy."""
+        side = 4096
+        a, b = (torch.randn(side, side, device="cuda", dtype=dtype) for _ in range(2))
+        product = self._time(lambda: a @ b, float("inf"))
+        source = torch.empty(4 * self.device.l2_bytes, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        copied = self._time(lambda: target.copy_(source), float("inf"))
+        return {"operations": 2e6 * side**3 / product, "bytes": 2e6 * source.numel() / copied}
+
     def _fills_for(self, microseconds: float) -> int:
         """How often the buffer must be filled for the device to be busy so long."""
         assert self._flush is not None

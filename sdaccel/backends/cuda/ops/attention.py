@@ -316,11 +316,13 @@ class FlashSm90:
     """warpgroups issue their products in turn, so that one multiplies while another is at its exponentials"""
     polynomial: int = 0
     """of eight exponentials, how many the multipliers compute instead of the special function unit"""
+    split: bool = False
+    """what does not fill a last wave of blocks is cut finer, and its keys are shared by the warpgroups"""
 
     def __str__(self) -> str:
         return (
             f"flash-wgmma<warpgroups={self.warpgroups},keys={self.keys},stages={self.stages},turns={int(self.turns)},"
-            f"polynomial={self.polynomial}>"
+            f"polynomial={self.polynomial}{',split=1' if self.split else ''}>"
         )
 
     @property
@@ -338,6 +340,7 @@ class FlashSm90:
             "QUERY_STAGES": self.query_stages(head_dim),
             "TURNS": int(self.turns and self.warpgroups > 1),
             "POLYNOMIAL": self.polynomial,
+            "SPLIT": int(self.split),
             **({"SDACCEL_SPIN_LIMIT": int(limit)} if limit else {}),
         }
 
@@ -345,12 +348,13 @@ class FlashSm90:
         return 2 if head_dim <= 64 else 1
 
     def shared(self, head_dim: int) -> int:
-        """bytes: rows are stored 64 columns wide; 1024 to align them, 512 for barriers"""
+        """bytes: rows are stored 64 columns wide; 1024 to align them, 512 for barriers; what is summed apart"""
         row = -(-head_dim // 64) * 128
-        return row * (self.query_stages(head_dim) * self.rows + 2 * self.stages * self.keys) + 1024 + 512
+        merge = (self.warpgroups - 1) * 512 * (head_dim // 2 + 4) if self.split else 0
+        return row * (self.query_stages(head_dim) * self.rows + 2 * self.stages * self.keys) + 1024 + 512 + merge
 
 
-def flash_sm90_parameters(device: Device, head_dim: int, heads: int, queries: int) -> list[FlashSm90]:
+def flash_sm90_parameters(device: Device, head_dim: int, heads: int, queries: int, keys: int) -> list[FlashSm90]:
     """The heuristic's choice first: blocks of two or three warpgroups, whichever end first. heads: of all images."""
     if head_dim == 160:
         return [FlashSm90(2, 96, 2), FlashSm90(1, 64, 2)]
@@ -360,8 +364,14 @@ def flash_sm90_parameters(device: Device, head_dim: int, heads: int, queries: in
         return [FlashSm90(2, 128, 3), FlashSm90(1, 128, 3)]
     found = [FlashSm90(warpgroups, keys, 2, polynomial=n) for warpgroups, keys in ((2, 192), (3, 128)) for n in (0, 1)]
 
-    def time(parameters: FlashSm90) -> int:
+    if keys > 2 * 128:
+        found.append(FlashSm90(3, 128, 4, split=True))
+
+    def time(parameters: FlashSm90) -> float:
         pieces = -(-queries // parameters.rows) * heads
+        if parameters.split:  # what is cut finer runs at less than full speed
+            left = -(-pieces % device.sms * parameters.warpgroups // device.sms)
+            return pieces // device.sms * parameters.warpgroups + 1.2 * left
         return -(-pieces // device.sms) * parameters.warpgroups
 
     return sorted(found, key=time)
@@ -371,7 +381,7 @@ def _flash_sm90(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, sca
     if not _fits_copies(device, q, k, v, heads):
         return
     head_dim = q.shape[-1] // heads
-    for parameters in flash_sm90_parameters(device, head_dim, q.shape[0] * heads, q.shape[1]):
+    for parameters in flash_sm90_parameters(device, head_dim, q.shape[0] * heads, q.shape[1], k.shape[1]):
         if parameters.shared(head_dim) <= device.shared_per_block:
             run = partial(_run_flash_sm90, device, parameters, q, k, v, heads, scale)
             yield Tactic(str(parameters), run, (("flash_attention_sm90.cu", parameters.defines(q.dtype, head_dim)),))
@@ -540,6 +550,7 @@ VARIANTS: list[tuple[object, ...]] = [
         for dtype, head_dim, how in (
             (torch.float16, 40, FlashSm90(2, 192, 2)),
             (torch.bfloat16, 64, FlashSm90(3, 128, 2, polynomial=1)),
+            (torch.float16, 64, FlashSm90(3, 128, 4, split=True)),
             (torch.float16, 80, FlashSm90(2, 128, 2)),
             (torch.bfloat16, 160, FlashSm90(2, 96, 2)),
         )
