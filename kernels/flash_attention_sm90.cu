@@ -4,7 +4,8 @@
 // out [B, S, H * D] contiguous. Called by sdaccel/backends/cuda/ops/attention.py.
 // Macros: SDACCEL_T, HEAD_DIM (40, 64, 80, 160), WARPGROUPS (of 64 query rows each), KEYS (a tile; a multiple of 32),
 // STAGES (tiles of keys and of values under way), QUERY_STAGES, TURNS (1: warpgroups issue their products in turn),
-// POLYNOMIAL (of eight exponentials, how many the multipliers compute instead of the special function unit).
+// POLYNOMIAL (of eight exponentials, how many the multipliers compute instead of the special function unit), SPLIT (1: what
+// does not fill a last wave is cut into pieces of 64 rows, whose keys the warpgroups share; needs WARPGROUPS tiles of them).
 // Grid: as many blocks as run at once, each takes every gridDim.x-th piece of work; block: 128 * (WARPGROUPS + 1).
 //
 // The last warpgroup only loads. The others hold the scores of 64 rows against a tile of keys in registers; while the
@@ -54,8 +55,26 @@ SDACCEL_DEVICE Piece piece_at(int index, int row_tiles, int heads) {
     return {(index - pair * row_tiles) * ROWS, pair % heads, pair / heads};
 }
 
+// All the work: pieces of ROWS rows, then, from `whole` on, of 64.
+struct Work {
+    int whole, end, row_tiles, heads;
+
+    __device__ __forceinline__ Work(int pieces, int row_tiles, int heads) : row_tiles(row_tiles), heads(heads) {
+        whole = SPLIT ? pieces / int(gridDim.x) * int(gridDim.x) : pieces;
+        end = whole + (pieces - whole) * WARPGROUPS;
+    }
+    __device__ __forceinline__ bool narrow(int i) const { return SPLIT && i >= whole; }
+    __device__ __forceinline__ Piece at(int i) const {
+        if (!narrow(i)) return piece_at(i, row_tiles, heads);
+        Piece piece = piece_at(whole + (i - whole) / WARPGROUPS, row_tiles, heads);
+        piece.row += (i - whole) % WARPGROUPS * 64;
+        return piece;
+    }
+};
+
 struct Shared {
     uint32_t queries, keys, values, barriers;
+    float* merge;  // what warpgroups have summed apart
 
     __device__ __forceinline__ uint32_t query_full(int i) const { return barriers + 8 * i; }
     __device__ __forceinline__ uint32_t query_empty(int i) const { return barriers + 8 * (QUERY_STAGES + i); }
@@ -72,12 +91,13 @@ SDACCEL_DEVICE void load(const TensorMap& map, uint32_t to, uint32_t full, int r
 }
 
 // Partial tiles come first: masks are then needed once.
-SDACCEL_DEVICE void produce(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Shared& parts, int heads,
-                            int pieces, int row_tiles, int key_tiles) {
+SDACCEL_DEVICE void produce(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Shared& parts, const Work& work,
+                            int queries, int key_tiles) {
     Ring<QUERY_STAGES> query;
     Ring<STAGES> place;
-    for (int i = blockIdx.x; i < pieces; i += gridDim.x) {
-        const Piece piece = piece_at(i, row_tiles, heads);
+    for (int i = blockIdx.x; i < work.end; i += gridDim.x) {
+        const Piece piece = work.at(i);
+        if (SPLIT && piece.row >= queries) continue;
         barrier_wait(parts.query_empty(query.slot), query.parity ^ 1);
         load(q, parts.queries + query.slot * QUERY_BYTES, parts.query_full(query.slot), ROWS, piece);
         query.next();
@@ -178,9 +198,109 @@ SDACCEL_DEVICE void pass_turn(int group) {
     if constexpr (TURNS) named_barrier_arrive<256>(1 + (group + 1 == WARPGROUPS ? 0 : group + 1));
 }
 
-SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries, int keys, int heads, int pieces,
-                            int row_tiles, int key_tiles, float scale_log2e) {
+SDACCEL_DEVICE void mask(float (&scores)[KEYS / 2], int masked_from) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < KEYS / 2; j++)
+        if (j / 4 * 8 + t * 2 + j % 2 >= masked_from) scores[j] = -SDACCEL_INFINITY;
+}
+
+// 64 rows from `row` on.
+SDACCEL_DEVICE void write_rows(T* out, const float (&sums)[HEAD_DIM / 2], const Rows& rows, int row, int queries, int heads,
+                               Piece piece) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float inverse = __fdividef(1.0f, quad_sum(rows.total[half]));
+        const int at = row + warp * 16 + lane / 4 + 8 * half;
+        T* to = out + ((int64_t(piece.batch) * queries + at) * heads + piece.head) * HEAD_DIM + lane % 4 * 2;
+        if (at < queries) {
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 8; j++)
+                *reinterpret_cast<uint32_t*>(to + 8 * j) =
+                    pack<T>(sums[4 * j + 2 * half] * inverse, sums[4 * j + 2 * half + 1] * inverse);
+        }
+    }
+}
+
+// A piece of 64 rows: each warpgroup takes every WARPGROUPS-th tile of keys, the first puts the sums together.
+SDACCEL_DEVICE void share_piece(float (&scores)[KEYS / 2], float (&sums)[HEAD_DIM / 2], uint32_t (&weights)[KEYS / 4],
+                                Rows& rows, Ring<STAGES>& key, Ring<STAGES>& value, const Shared& parts, uint64_t q, int group,
+                                int masked_from, int key_tiles, float scale_log2e) {
+    for (int tile = 0; tile < key_tiles; tile++) {
+        const bool mine = tile % WARPGROUPS == group;
+        barrier_wait(parts.key_full(key.slot), key.parity);
+        if (mine) {
+            wgmma_fence();
+            issue_scores(scores, q, descriptor(parts.keys + key.slot * TILE_BYTES));
+            wgmma_wait<0>();
+            keep(scores);
+        }
+        __syncwarp();  // all have seen it full
+        release(parts.key_empty(key.slot));
+        key.next();
+        if (mine) {
+            if (tile == 0 && masked_from < KEYS) mask(scores, masked_from);
+            float rescale[2];
+            if (tile < WARPGROUPS) {
+                highest_scores(scores, rows.shift, scale_log2e);
+                rows.total[0] = rows.total[1] = 0.0f;
+            } else if (move_shift(scores, rows, rescale, scale_log2e)) {
+#pragma unroll
+                for (int j = 0; j < HEAD_DIM / 2; j++) sums[j] *= rescale[j / 2 % 2];
+            }
+            exponentials(scores, rows, scale_log2e);
+            round_weights(weights, scores);
+        }
+        barrier_wait(parts.value_full(value.slot), value.parity);
+        if (mine) {
+            wgmma_fence();
+            issue_sums(sums, weights, descriptor_of_rows(parts.values + value.slot * TILE_BYTES, KEYS * 128),
+                       tile < WARPGROUPS);
+            wgmma_wait<0>();
+            keep(sums);
+        }
+        __syncwarp();
+        release(parts.value_empty(value.slot));
+        value.next();
+    }
+
+    constexpr int EACH = HEAD_DIM / 2 + 4;
+    const int thread = threadIdx.x % 128;
+    if (group > 0) {
+        float* to = parts.merge + (group - 1) * EACH * 128 + thread;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            to[half * 128] = rows.shift[half];
+            to[(2 + half) * 128] = rows.total[half];
+        }
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 2; j++) to[(4 + j) * 128] = sums[j];
+    }
+    named_barrier_wait<128 * WARPGROUPS>(8);
+    if (group == 0) {
+        for (int g = 0; g < WARPGROUPS - 1; g++) {
+            const float* from = parts.merge + g * EACH * 128 + thread;
+            float ours[2], theirs[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float shift = from[half * 128], most = fmaxf(rows.shift[half], shift);
+                ours[half] = exp2_approx(rows.shift[half] - most);
+                theirs[half] = exp2_approx(shift - most);
+                rows.shift[half] = most;
+                rows.total[half] = rows.total[half] * ours[half] + from[(2 + half) * 128] * theirs[half];
+            }
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 2; j++)
+                sums[j] = sums[j] * ours[j / 2 % 2] + from[(4 + j) * 128] * theirs[j / 2 % 2];
+        }
+    }
+    named_barrier_wait<128 * WARPGROUPS>(8);
+}
+
+SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries, int keys, const Work& work, int key_tiles,
+                            float scale_log2e) {
+    const int heads = work.heads;
     const int masked_from = keys - (key_tiles - 1) * KEYS;
     Ring<QUERY_STAGES> query;
     Ring<STAGES> key, value;
@@ -188,8 +308,19 @@ SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries,
     uint32_t weights[KEYS / 4];
     if (group == WARPGROUPS - 1) pass_turn(group);
 
-    for (int i = blockIdx.x; i < pieces; i += gridDim.x) {
+    for (int i = blockIdx.x; i < work.end; i += gridDim.x) {
+        const Piece piece = work.at(i);
         Rows rows;
+        if (SPLIT && work.narrow(i)) {
+            if (piece.row >= queries) continue;
+            barrier_wait(parts.query_full(query.slot), query.parity);
+            share_piece(scores, sums, weights, rows, key, value, parts,
+                        descriptor(parts.queries + query.slot * QUERY_BYTES), group, masked_from, key_tiles, scale_log2e);
+            release(parts.query_empty(query.slot));
+            query.next();
+            if (group == 0) write_rows(out, sums, rows, piece.row, queries, heads, piece);
+            continue;
+        }
         const uint64_t q = descriptor(parts.queries + query.slot * QUERY_BYTES + group * 64 * 128);
 
         barrier_wait(parts.query_full(query.slot), query.parity);
@@ -200,11 +331,7 @@ SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries,
         keep(scores);
         release(parts.key_empty(key.slot));
         key.next();
-        if (masked_from < KEYS) {
-#pragma unroll
-            for (int j = 0; j < KEYS / 2; j++)
-                if (j / 4 * 8 + lane % 4 * 2 + j % 2 >= masked_from) scores[j] = -SDACCEL_INFINITY;
-        }
+        if (masked_from < KEYS) mask(scores, masked_from);
         highest_scores(scores, rows.shift, scale_log2e);
         rows.total[0] = rows.total[1] = 0.0f;
         exponentials(scores, rows, scale_log2e);
@@ -246,19 +373,7 @@ SDACCEL_DEVICE void consume(T* out, const Shared& parts, int group, int queries,
         release(parts.value_empty(value.slot));
         value.next();
 
-        const Piece piece = piece_at(i, row_tiles, heads);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float inverse = __fdividef(1.0f, quad_sum(rows.total[half]));
-            const int row = piece.row + group * 64 + warp * 16 + lane / 4 + 8 * half;
-            T* to = out + ((int64_t(piece.batch) * queries + row) * heads + piece.head) * HEAD_DIM + lane % 4 * 2;
-            if (row < queries) {
-#pragma unroll
-                for (int j = 0; j < HEAD_DIM / 8; j++)
-                    *reinterpret_cast<uint32_t*>(to + 8 * j) =
-                        pack<T>(sums[4 * j + 2 * half] * inverse, sums[4 * j + 2 * half + 1] * inverse);
-            }
-        }
+        write_rows(out, sums, rows, piece.row + group * 64, queries, heads, piece);
     }
 }
 
@@ -273,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     parts.keys = parts.queries + QUERY_STAGES * QUERY_BYTES;
     parts.values = parts.keys + STAGES * TILE_BYTES;
     parts.barriers = parts.values + STAGES * TILE_BYTES;
+    parts.merge = reinterpret_cast<float*>(reinterpret_cast<char*>(memory) + (parts.barriers + 256 - address(memory)));
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < QUERY_STAGES; i++) {
@@ -293,13 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const int row_tiles = (queries + ROWS - 1) / ROWS;
     const int key_tiles = (keys + KEYS - 1) / KEYS;
-    const int pieces = row_tiles * heads * batch;
+    const Work work(row_tiles * heads * batch, row_tiles, heads);
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (group == WARPGROUPS) {
         registers_give<PRODUCER_REGISTERS>();
-        if (threadIdx.x % 128 == 0) produce(q, k, v, parts, heads, pieces, row_tiles, key_tiles);
+        if (threadIdx.x % 128 == 0) produce(q, k, v, parts, work, queries, key_tiles);
     } else {
         registers_take<REGISTERS>();
-        consume(out, parts, group, queries, keys, heads, pieces, row_tiles, key_tiles, scale_log2e);
+        consume(out, parts, group, queries, keys, work, key_tiles, scale_log2e);
     }
 }

@@ -43,6 +43,8 @@ SELF = [
     (1, 5, 117, 117, 160),
     (5, 2, 1023, 1025, 40),
     (2, 2, 2040, 2041, 64),
+    (5, 9, 1100, 400, 64),
+    (3, 11, 1025, 300, 40),
 ]
 ONE_HEAD = [(1, 1, 1024, 1024, 512), (2, 1, 1000, 1000, 512), (1, 1, 4096, 4096, 512), (1, 1, 1, 1, 512)]
 CAUSAL = [(2, 12, 77, 77, 64), (5, 20, 77, 77, 64)]
@@ -176,7 +178,7 @@ def test_launch_parameters(heads: int, queries: int, keys: int, head_dim: int) -
 @pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
 def test_flash_fits_a_block(head_dim: int) -> None:
     for queries in (64, 4096):
-        for parameters in attention.flash_sm90_parameters(H200, head_dim, 16, queries):
+        for parameters in attention.flash_sm90_parameters(H200, head_dim, 16, queries, queries):
             assert parameters.shared(head_dim) <= H200.shared_per_block
 
 

@@ -359,10 +359,10 @@ def flash_sm90_parameters(device: Device, head_dim: int, heads: int, queries: in
     if head_dim == 160:
         return [FlashSm90(2, 96, 2), FlashSm90(1, 64, 2)]
     if head_dim == 80:
-        return [FlashSm90(2, 128, 2), FlashSm90(2, 128, 2, polynomial=1), FlashSm90(3, 96, 2)]
+        return [FlashSm90(2, 128, 2), FlashSm90(3, 96, 2)]
     if queries <= 512:
         return [FlashSm90(2, 128, 3), FlashSm90(1, 128, 3)]
-    found = [FlashSm90(warpgroups, keys, 2, polynomial=n) for warpgroups, keys in ((2, 192), (3, 128)) for n in (0, 1)]
+    found = [FlashSm90(2, 192, 2), FlashSm90(3, 128, 3)]
 
     if keys > 2 * 128:
         found.append(FlashSm90(3, 128, 4, split=True))
@@ -397,7 +397,7 @@ def _run_flash_sm90(
     maps = [_map(x, heads, rows) for x, rows in ((q, parameters.rows), (k, parameters.keys), (v, parameters.keys))]
     pieces = -(-queries // parameters.rows) * heads * batch
     run(
-        (min(pieces, device.sms),),
+        (min(pieces * (parameters.warpgroups if parameters.split else 1), device.sms),),
         128 * (parameters.warpgroups + 1),
         (*maps, out, queries, keys, heads, batch, scale * math.log2(math.e)),
         shared=parameters.shared(head_dim),
