@@ -47,7 +47,7 @@ struct Linear {
     __device__ __forceinline__ int b_row(const Tile& tile) const { return tile.n; }
     __device__ __forceinline__ Row row(const Tile& tile, int r) const {
         const int64_t i = tile.m + r;
-        return {i < m, i * n, i * residual_stride, 0};
+        return {i < m, i * (GROUP > 0 ? GROUP : n), i * residual_stride, 0};
     }
 };
 
@@ -55,5 +55,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gemm_sm90(const __grid_constant__ hopper::TensorMap x, const __grid_constant__ hopper::TensorMap x2,
               const __grid_constant__ hopper::TensorMap weight, T* out, const T* bias, const T* residual, const int* flag, int m,
               int n, int k1, int k2, int64_t residual_stride) {
-    gemm(Linear{x, x2, weight, m, n, k1, k2, residual_stride}, Epilogue{out, bias, residual, nullptr, n}, flag);
+    const Epilogue to{out, bias, residual, nullptr, n, int64_t(m) * GROUP};
+    gemm(Linear{x, x2, weight, m, n, k1, k2, residual_stride}, to, flag);
 }

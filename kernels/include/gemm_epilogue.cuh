@@ -3,11 +3,17 @@
 //
 // ACTIVATION: 0 none, 1 silu, 2 gelu (erf), 3 quick_gelu, 4 geglu: value * gelu(gate), both with their own bias,
 // no residual.
+// GROUP (a multiple of 8; 0: none): the result is not [rows, N] but [N / GROUP, rows, GROUP], each group of channels by
+// itself; `group_stride` elements from one to the next.
 #pragma once
 #include "numeric.cuh"
 
 #ifndef ACTIVATION
 #define ACTIVATION 0
+#endif
+
+#ifndef GROUP
+#define GROUP 0
 #endif
 
 constexpr bool GEGLU = ACTIVATION == 4;
@@ -38,6 +44,15 @@ struct Epilogue {
     const T* residual;
     const T* add;
     int n;
+    int64_t group_stride = 0;
+
+    __device__ __forceinline__ T* at(int64_t row, int channel) const {
+#if GROUP > 0
+        return out + channel / GROUP * group_stride + row + channel % GROUP;
+#else
+        return out + row + channel;
+#endif
+    }
 };
 
 // Where one row of the product goes: offsets in elements of its channel 0. `add`: that of one more row of N values.
@@ -129,5 +144,5 @@ SDACCEL_DEVICE void begin_sums(const Epilogue& to, const Row (&row)[R], int firs
 SDACCEL_DEVICE void finish(const Epilogue& to, const Row& row, int n, float (&x)[8], const float (&gate)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = GEGLU ? x[i] * gelu_of_sum(gate[i]) : activate(x[i]);
-    store16_if(row.valid && n < to.n, to.out + row.out + n, pack8<T>(x));
+    store16_if(row.valid && n < to.n, to.at(row.out, n), pack8<T>(x));
 }

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,9 +25,13 @@ from sdaccel.errors import BackendError, EngineBroken
 from sdaccel.profile import OptimizationProfile
 from sdaccel.resources import resource
 
+if TYPE_CHECKING:
+    from sdaccel.backends.cuda.timing_cache import TacticTable
+    from sdaccel.backends.cuda.tuner import Tuner
+
 TACTICS = "tactics.json"
 CUBINS = "cubins.safetensors"
-TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LEAST = (7, 5)
 
 _log = logging.getLogger("sdaccel.cuda")
@@ -68,6 +72,15 @@ class Cuda(Backend):
             "multiprocessors": str(found.multi_processor_count),
         }
 
+    def where(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def tuner(self, cache: TacticTable) -> Tuner:
+        from sdaccel.backends.cuda.launch import Device
+        from sdaccel.backends.cuda.tuner import Tuner
+
+        return Tuner(Device.current(), cache)
+
     def versions(self) -> dict[str, str]:
         from sdaccel.graph.optimize import VERSION
 
@@ -86,11 +99,10 @@ class Cuda(Backend):
         import onnx_ir as ir
 
         from sdaccel.backends.cuda.executor import Executor, summary
-        from sdaccel.backends.cuda.launch import CACHE, Device
+        from sdaccel.backends.cuda.launch import CACHE
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.lower import lower
         from sdaccel.backends.cuda.timing_cache import TacticTable, TimingCache
-        from sdaccel.backends.cuda.tuner import Tuner
         from sdaccel.graph.hoist import invariant
         from sdaccel.graph.optimize import optimize
 
@@ -103,11 +115,11 @@ class Cuda(Backend):
         plan.save(folder)
 
         job.progress("loading weights", 0.1)
-        dtype, device = TYPES[job.precision], torch.device("cuda", torch.cuda.current_device())
+        dtype, device = TYPES[job.precision], self.where()
         weights = load_weights(plan, job.weights.path.parent, dtype, device)
         CACHE.folder = job.store.root / "cache" / "cubins"
         cache = TimingCache(self._cache_path(job.store.root), {**self.device(), **self.versions()})
-        tuner = Tuner(Device.current(), cache)
+        tuner = self.tuner(cache)
         table = TacticTable()
         executor = Executor(plan, weights, dtype, device, table)
         ceilings = tuner.ceilings(dtype)
@@ -171,7 +183,7 @@ class Cuda(Backend):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EngineBroken(f"{folder / TACTICS} cannot be read: {error}.") from error
         _load_cubins(folder)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = self.where()
         try:
             tensors = load_weights(plan, weights, dtype, device, shared)
         except torch.cuda.OutOfMemoryError as error:
@@ -216,7 +228,13 @@ def _check_replays(executor: Any, inputs: Mapping[str, torch.Tensor], dtype: tor
 def random_inputs(model: Any, profile: OptimizationProfile, device: torch.device) -> dict[str, torch.Tensor]:
     """Inputs of order one at the profile's opt, for the tuner. Optional ones are left out."""
     generator = torch.Generator().manual_seed(0)
+    rows = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
     defaults = {tensor.name for tensor in model.graph.initializer}
+    words = {
+        node.input[1]: rows[node.input[0]]
+        for node in model.graph.node
+        if node.op_type == "Gather" and node.input[0] in rows
+    }
     sizes = profile.opt()
     inputs = {}
     for value in model.graph.input:
@@ -224,7 +242,7 @@ def random_inputs(model: Any, profile: OptimizationProfile, device: torch.device
             continue
         shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         if value.type.tensor_type.elem_type == 7:
-            inputs[value.name] = torch.randint(0, 1000, shape, generator=generator).to(device)
+            inputs[value.name] = torch.randint(0, words.get(value.name, 2), shape, generator=generator).to(device)
         elif value.name == "timestep":
             inputs[value.name] = torch.full(shape, 500.0, device=device)
         else:

@@ -84,9 +84,8 @@ class Chooser:
             self.choices.append(StepChoice(self.step, signature, tactic.name, microseconds, operations, nbytes))
             return result
         self.choices.append(StepChoice(self.step, signature, tactic.name, microseconds))
-        if self.flag is not None and "flag" not in attributes:
-            flagged = _named(op.tactics(self.device, *tensors, flag=self.flag, **attributes), measured)
-            tactic = flagged if flagged.name == tactic.name else tactic
+        if self.flag is not None:
+            tactic = _skipping(op.tactics(self.device, *tensors, flag=self.flag, **attributes), measured) or tactic
         return tactic.run()
 
     def _signature(self, op: Any, tensors: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> Signature:
@@ -120,6 +119,13 @@ def _layout(value: Tensor) -> str:
     if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
         return "n"
     return "s"
+
+
+def _skipping(tactics: Sequence[Tactic], measured: Measured | None) -> Tactic | None:
+    """The fastest of those that can skip: they run once a prompt, others at every step."""
+    tried = measured.tried if measured is not None else {}
+    able = [tactic for tactic in tactics if tactic.skips and (not tried or tactic.name in tried)]
+    return min(able, key=lambda tactic: tried.get(tactic.name, 0.0), default=None)
 
 
 def _named(tactics: Sequence[Tactic], measured: Measured | None) -> Tactic:
@@ -231,7 +237,8 @@ class Executor:
             try:
                 self._chooser.scouted = []
                 self._step_by_step(given, self.plan.outputs)
-                CACHE.compile_all(self._chooser.scouted, self._described.arch)
+                if self._chooser.scouted:
+                    CACHE.compile_all(self._chooser.scouted, self._described.arch)
                 self._chooser.scouted, self._chooser.tuner, self._chooser.choices = None, tuner, []
                 self._step_by_step(given, self.plan.outputs)
                 return list(self._chooser.choices)

@@ -37,15 +37,19 @@ def lower(
         else:
             constants[tensor.name] = _tensor(tensor)
     joined: dict[str, tuple[str, ...]] = {}
-    steps = list(_steps(graph, constants, joined))
-    used = {name for step in steps for name in step.inputs} | {name for parts in joined.values() for name in parts}
     first = set(prologue)
+    before: list[Step] = []
+    after: list[Step] = []
+    for node, steps in _steps(graph, constants, joined, first):
+        (before if node in first else after).extend(steps)
+    used = {name for step in (*before, *after) for name in step.inputs}
+    used |= {name for parts in joined.values() for name in parts}
     return ExecutionPlan(
         inputs=tuple(value.name for value in graph.input if value.name in used),
         optional=tuple(name for name in (value.name for value in graph.input) if name in defaults),
         outputs=tuple(value.name for value in graph.output),
-        prologue=tuple(step for step in steps if step.name.removesuffix(".views") in first),
-        steps=tuple(step for step in steps if step.name.removesuffix(".views") not in first),
+        prologue=tuple(before),
+        steps=tuple(after),
         joined=joined,
         weights={name: place for name, place in weights.items() if name in used},
         constants={name: value for name, value in constants.items() if name in used},
@@ -53,8 +57,12 @@ def lower(
 
 
 def _steps(
-    graph: onnx.GraphProto, constants: dict[str, torch.Tensor], joined: dict[str, tuple[str, ...]]
-) -> Iterator[Step]:
+    graph: onnx.GraphProto,
+    constants: dict[str, torch.Tensor],
+    joined: dict[str, tuple[str, ...]],
+    prologue: Collection[str],
+) -> Iterator[tuple[str, list[Step]]]:
+    """The name of each node, and the steps it becomes."""
     from sdaccel.backends.cuda.ops.registry import OPS
 
     for index, node in enumerate(graph.node):
@@ -65,12 +73,14 @@ def _steps(
             constants[node.output[0]] = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
             continue
         if (node.domain, node.op_type) == (OURS, "MultiLinear"):
-            yield from _one_linear(name, node, joined)
+            widths = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
+            lasting = node.name in prologue
+            yield node.name, list(_grouped(name, node, joined, widths) if lasting else _one_linear(name, node, joined))
             continue
         op = node.op_type if node.domain == OURS else f"{node.domain or 'ai.onnx'}.{node.op_type}"
         if op not in OPS:
             raise BackendError(f"the CUDA engine does not run the operator {op} ({name}).")
-        yield Step(name, op, tuple(node.input), tuple(node.output), attributes)
+        yield node.name, [Step(name, op, tuple(node.input), tuple(node.output), attributes)]
 
 
 def _one_linear(name: str, node: onnx.NodeProto, joined: dict[str, tuple[str, ...]]) -> Iterator[Step]:
@@ -85,6 +95,28 @@ def _one_linear(name: str, node: onnx.NodeProto, joined: dict[str, tuple[str, ..
     whole = f"{name}.output"
     yield Step(name, "Linear", tuple(inputs), (whole,), {"activation": "none"})
     yield Step(f"{name}.views", "Views", (whole, *weights), tuple(node.output))
+
+
+def _grouped(
+    name: str, node: onnx.NodeProto, joined: dict[str, tuple[str, ...]], widths: Mapping[str, int]
+) -> Iterator[Step]:
+    """Linears of the prompt: one product for each width, each result dense.
+
+    Views into rows of all layers' keys and values, 300 KB long in SDXL, would lie on as many pages as there are tokens;
+    to fetch them costs attention several times what it computes.
+    """
+    count = len(node.output)
+    x, weights, biases = node.input[0], node.input[1 : 1 + count], node.input[1 + count :]
+    for width in sorted({widths[weight] for weight in weights}):
+        chosen = [index for index, weight in enumerate(weights) if widths[weight] == width]
+        inputs = [x, f"{name}.{width}.weight"]
+        joined[inputs[1]] = tuple(weights[index] for index in chosen)
+        if biases:
+            inputs.append(f"{name}.{width}.bias")
+            joined[inputs[2]] = tuple(biases[index] for index in chosen)
+        whole = f"{name}.{width}.output"
+        yield Step(f"{name}.{width}", "Linear", tuple(inputs), (whole,), {"activation": "none", "group": width})
+        yield Step(f"{name}.{width}.groups", "Groups", (whole,), tuple(node.output[index] for index in chosen))
 
 
 def _attribute(item: onnx.AttributeProto) -> Any:

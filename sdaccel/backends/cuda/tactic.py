@@ -15,3 +15,5 @@ class Tactic:
     run: Callable[[], Any]
     sources: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """(file of kernels/, macros) of what takes long to compile, so that many can be compiled at once"""
+    skips: bool = False
+    """Leaves the result of the last run as it is where the op's flag holds 0; others compute it again."""

@@ -20,7 +20,6 @@ from sdaccel.export.to_onnx import bind_weights, check_graph
 from sdaccel.graph.hoist import invariant
 from sdaccel.graph.optimize import optimize
 from tests import shapes
-from tests.export import tiny
 from tests.exported import Exported
 from tests.tolerances import EXPORT_MAX_ABS
 
@@ -110,12 +109,13 @@ def test_a_plan_is_read_as_it_was_saved(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [(PLAN, b""), (PLAN, b"{}"), (PLAN, b'{"format": 9}'), (CONSTANTS, b""), (CONSTANTS, b"\0" * 99)]
+    ("name", "content"),
+    [(PLAN, b""), (PLAN, b"{}"), (PLAN, b'{"format": 9}'), (CONSTANTS, b""), (CONSTANTS, b"\0" * 99)],
 )
 def test_a_damaged_plan_is_refused(exported, tmp_path, name, content):
     plan_of(exported("vae_decoder")).save(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(EngineBroken, match="cannot be read|which we read"):
+    with pytest.raises(EngineBroken, match=r"cannot be read|which we read"):
         ExecutionPlan.read(tmp_path)
 
 
@@ -202,7 +202,9 @@ def test_engines_in_two_threads_and_side_streams(unet, exported):
     executors = [executor_of(unet, "cuda", torch.float16), executor_of(exported("unet-sd1"), "cuda", torch.float16)]
     models = [unet, exported("unet-sd1")]
     cases = [[inputs_of(model, seed) for seed in range(4)] for model in models]
-    expected = [[stepwise(executor, inputs) for inputs in each] for executor, each in zip(executors, cases, strict=True)]
+    expected = [
+        [stepwise(executor, inputs) for inputs in each] for executor, each in zip(executors, cases, strict=True)
+    ]
     torch.cuda.synchronize()
     wrong: list[int] = []
 

@@ -2,6 +2,7 @@
 
 x [..., K], rows of one stride (views of wider rows are fine); x2 [..., K2] or None; weight [N, K + K2], with geglu
 [2 N, K] (values, then gates; no residual); bias [N] or [2 N]; residual [..., N]; result [..., N] contiguous.
+``group``: 0, or how many channels lie together: result [N / group, ..., group].
 ``flag``: None, or one int32 on the device. Where it holds 0 at run time, the result keeps what its memory held: the
 caller knows that it is still valid. Tactics of torch compute it again, with the same result.
 """
@@ -36,9 +37,15 @@ def reference(
     flag: Tensor | None = None,
     *,
     activation: str = "none",
+    group: int = 0,
 ) -> Tensor:
     y = F.linear(x if x2 is None else torch.cat((x, x2), -1), weight, bias)
-    return activate(y if residual is None else y + residual, activation)
+    return grouped(activate(y if residual is None else y + residual, activation), group)
+
+
+def grouped(y: Tensor, group: int) -> Tensor:
+    """[..., N] → [N / group, ..., group], each group of channels by itself; as it is where ``group`` is 0."""
+    return y.unflatten(-1, (-1, group)).movedim(-2, 0).contiguous() if group else y
 
 
 def activate(y: Tensor, activation: str) -> Tensor:
@@ -75,8 +82,9 @@ def tactics(
     flag: Tensor | None = None,
     *,
     activation: str = "none",
+    group: int = 0,
 ) -> list[Tactic]:
-    call = Call(x, weight, bias, residual, x2, flag, activation)
+    call = Call(x, weight, bias, residual, x2, flag, activation, group)
     few = list(_few_rows(device, call))
     return [*few, *ours(device, call)[: 2 if few else None], *_torch(call)]
 
@@ -90,6 +98,7 @@ class Call:
     x2: Tensor | None
     flag: Tensor | None
     activation: str
+    group: int = 0
 
     @property
     def n(self) -> int:
@@ -100,7 +109,9 @@ class Call:
         return self.x.shape[:-1].numel()
 
     def result(self) -> Tensor:
-        return torch.empty(*self.x.shape[:-1], self.n, dtype=self.x.dtype, device=self.x.device)
+        rows = self.x.shape[:-1]
+        shape = (self.n // self.group, *rows, self.group) if self.group else (*rows, self.n)
+        return torch.empty(shape, dtype=self.x.dtype, device=self.x.device)
 
 
 def matrix(x: Tensor) -> Tensor | None:
@@ -114,6 +125,8 @@ def matrix(x: Tensor) -> Tensor | None:
 
 def _torch(call: Call) -> Iterator[Tactic]:
     yield Tactic("torch", partial(_torch_linear, call))
+    if call.group:
+        return
     if call.x2 is not None:
         yield Tactic("torch<two products>", partial(_torch_two, call))
     elif call.residual is not None and matrix(call.residual) is not None and matrix(call.x) is not None:
@@ -123,7 +136,8 @@ def _torch(call: Call) -> Iterator[Tactic]:
 def _torch_linear(call: Call) -> Tensor:
     x = call.x if call.x2 is None else torch.cat((call.x, call.x2), -1)
     y = F.linear(x, call.weight, call.bias)
-    return activate_in_place(y if call.residual is None else y.add_(call.residual), call.activation).contiguous()
+    y = activate_in_place(y if call.residual is None else y.add_(call.residual), call.activation)
+    return grouped(y, call.group) if call.group else y.contiguous()
 
 
 def _torch_two(call: Call) -> Tensor:
@@ -152,8 +166,9 @@ def ours(device: Device, call: Call) -> list[Tactic]:
         heights = {m: -(-call.rows // m) for m in HEIGHTS}
         tiles = best_tiles(device, heights, call.n, blocks, activation=call.activation)
         launches = {f"ours<{tile}>": _Launch(device, call, tile, *parts) for tile in tiles}
-        return [Tactic(name, launch, ((FILE, launch.defines),)) for name, launch in launches.items()]
-    if device.capability[0] != 9 and mma_can_run(device, call):
+        skips = call.flag is not None
+        return [Tactic(name, launch, ((FILE, launch.defines),), skips) for name, launch in launches.items()]
+    if device.capability[0] != 9 and mma_can_run(device, call) and not call.group:
         mma = {f"ours<{tile}>": _LaunchMma(device, call, tile, *parts) for tile in mma_tiles(device, call)}
         return [Tactic(name, run, ((MMA_FILE, run.defines),)) for name, run in mma.items()]
     return []
@@ -182,7 +197,7 @@ class _Launch:
     def __init__(self, device: Device, call: Call, tile: Tile, x: Tensor, x2: Tensor | None, residual: Tensor | None):
         self._device, self._call, self._tile = device, call, tile
         self._x, self._x2, self._residual = x, x2, residual
-        self.defines = tile.defines(x.dtype, call.activation)
+        self.defines = tile.defines(x.dtype, call.activation) | ({"GROUP": call.group} if call.group else {})
         self._made: tuple[Kernel, tuple[TensorMap, ...]] | None = None
 
     def __call__(self) -> Tensor:
@@ -326,6 +341,8 @@ def _few_rows(device: Device, call: Call) -> Iterator[Tactic]:
     residual = None if call.residual is None else matrix(call.residual)
     if x is None or (residual is None) != (call.residual is None) or call.x2 is not None or call.activation == "geglu":
         return
+    if call.group:
+        return
     if not 0 < call.rows <= FEW_ROWS or x.dtype not in ELEMENTS or not call.weight.is_contiguous():
         return
     if not aligned(x, x.stride(0), x.shape[1]) or not aligned(call.weight):
@@ -333,7 +350,7 @@ def _few_rows(device: Device, call: Call) -> Iterator[Tactic]:
     for columns in (1, 2, 4) if call.rows <= 4 else (1, 2):
         if call.n % columns == 0:
             few = Few(columns)
-            yield Tactic(str(few), partial(_run_few, device, few, call, x, residual))
+            yield Tactic(str(few), partial(_run_few, device, few, call, x, residual), (), call.flag is not None)
 
 
 def _run_few(device: Device, few: Few, call: Call, x: Tensor, residual: Tensor | None) -> Tensor:

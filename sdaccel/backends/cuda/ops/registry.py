@@ -74,7 +74,8 @@ def linear(
     if x is None:  # an optional input that was left out
         return bias if residual is None else residual
     x = x.to(choose.dtype)
-    return choose.run(linear_op, x, weight, bias, residual, activation=attributes["activation"])
+    more = {"group": attributes["group"]} if "group" in attributes else {}
+    return choose.run(linear_op, x, weight, bias, residual, activation=attributes["activation"], **more)
 
 
 def conv(
@@ -118,6 +119,10 @@ def upsample_conv(
 def views(choose: Chooser, attributes: Attributes, x: Tensor | None, *weights: Tensor) -> tuple[Tensor | None, ...]:
     """The part of ``x`` that each of the weights made."""
     return (None,) * len(weights) if x is None else x.split([weight.shape[0] for weight in weights], -1)
+
+
+def groups(choose: Chooser, attributes: Attributes, x: Tensor) -> tuple[Tensor, ...]:
+    return x.unbind()
 
 
 def to_tokens(choose: Chooser, attributes: Attributes, x: Tensor) -> Tensor:
@@ -165,6 +170,7 @@ OPS: dict[str, Operator] = {
     "UpsampleConv": upsample_conv,
     "Linear": linear,
     "Views": views,
+    "Groups": groups,
     "ToTokens": to_tokens,
     "ToImage": to_image,
     "TimestepEmbedding": timestep_embedding,

@@ -1,0 +1,145 @@
+"""The whole way of a CUDA engine through builder, store and pipeline, on the CPU: all of it but kernels and timing."""
+
+import json
+
+import pytest
+import torch
+
+import sdaccel
+from sdaccel.backends import base
+from sdaccel.backends.cuda import backend as cuda
+from sdaccel.backends.cuda.timing_cache import Measured
+from sdaccel.builder import BuilderConfig, build_engines
+from sdaccel.engine.store import Store
+from sdaccel.errors import BackendError, EngineBroken
+from sdaccel.models.checkpoint import open_checkpoint
+from tests import pipelines
+from tests.tolerances import PIPELINE_MAX_ABS
+
+
+class FirstTactic:
+    """In the place of the tuner: takes torch's way of everything, and counts what it was asked."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.measured = 0
+
+    def choose(self, signature, op, tactics, tensors, attributes):
+        self.measured += self.cache.get(signature) is None
+        found = Measured("torch", 2.0, {"torch": 2.0}, {})
+        self.cache.put(signature, found)
+        return found
+
+    def ceilings(self, dtype):
+        return {"operations": 1e12, "bytes": 1e11}
+
+
+class OnCpu(cuda.Cuda):
+    precisions = ("fp32",)
+    driver = "13000"
+
+    def unavailable(self):
+        return None
+
+    def device_type(self):
+        return "cpu"
+
+    def where(self):
+        return torch.device("cpu")
+
+    def device(self):
+        return {"kind": "cpu", "name": "a CPU in the place of a GPU", "capability": "0.0"}
+
+    def versions(self):
+        return {"torch": torch.__version__, "driver": self.driver, "kernels": cuda.kernels_version()}
+
+    def tuner(self, cache):
+        return FirstTactic(cache)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(base, "backends", lambda: {"cuda": OnCpu})
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+def build(store: Store, components=("vae_decoder",)):
+    checkpoint = open_checkpoint(pipelines.make("sd1"))
+    return build_engines(checkpoint, BuilderConfig(components), store)
+
+
+def test_a_pipeline_through_cuda_engines_equals_torch(on_cpu, store):
+    pipe = pipelines.make("sdxl")
+    call = {"num_inference_steps": 2, "output_type": "np", "height": 64, "width": 64}
+    expected = pipe(pipelines.PROMPT, generator=torch.Generator().manual_seed(3), **call).images
+    before = {name: value.clone() for name, value in pipe.unet.state_dict().items()}
+    sdaccel.accelerate(pipe, store=store)
+    for _ in range(2):
+        found = pipe(pipelines.PROMPT, generator=torch.Generator().manual_seed(3), **call).images
+        assert abs(found - expected).max() <= PIPELINE_MAX_ABS
+    report = pipe.sdaccel.last_report
+    assert not report.fallbacks and {run.backend for run in report.components.values()} == {"cuda"}
+    assert all(torch.equal(value, before[name]) for name, value in pipe.unet.state_dict().items())
+
+
+def test_engine_and_module_share_their_weights(on_cpu, store):
+    pipe = pipelines.make("sd1")
+    sdaccel.accelerate(pipe, store=store, components=["unet"])
+    pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64, output_type="latent")
+    (engine,) = pipe.sdaccel.contexts["unet"]._loaded.values()
+    parameters = dict(pipe.unet.named_parameters())
+    assert engine.shared == set(engine.executor.plan.weights) <= set(parameters)
+    for name in engine.shared:
+        assert parameters[name].data_ptr() == engine.executor.weights[name].data_ptr()
+    with torch.no_grad():
+        pipe.unet.conv_in.weight += 0.1
+    pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64, output_type="latent")
+    assert any("conv_in.weight" in fallback.reason for fallback in pipe.sdaccel.last_report.fallbacks)
+
+
+def test_the_second_build_measures_nothing(on_cpu, tmp_path):
+    store = Store(tmp_path)
+    (first,) = build(store)
+    store.remove(first.key)
+    (second,) = build(store)
+    assert first.engine.details["measured"] > 0 == second.engine.details["measured"]
+    profile = second.engine.details["profiles"][0]
+    assert profile["replay_error"] == 0.0
+    assert all(step["bytes"] > 0 for step in profile["steps"])
+    assert any(step["op"] == "conv" and step["operations"] > 0 for step in profile["steps"])
+
+
+def test_an_engine_of_another_driver_is_built_anew(on_cpu, tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    (first,) = build(store)
+    monkeypatch.setattr(OnCpu, "driver", "13010")
+    (second,) = build(store)
+    assert first.key != second.key
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"precision": "fp8", "dependent": true, "measured": {}}'])
+def test_a_damaged_table_of_tactics_is_refused(on_cpu, store, content, tmp_path):
+    (entry,) = build(store)
+    for path in entry.path.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / cuda.TACTICS).write_bytes(content)
+    with pytest.raises(EngineBroken, match="cannot be read"):
+        OnCpu().load(tmp_path, store.root / "weights", entry.engine.inputs)
+
+
+def test_tactics_are_open_to_look_into(on_cpu, store):
+    (entry,) = build(store)
+    document = json.loads((entry.path / cuda.TACTICS).read_text(encoding="utf-8"))
+    assert document["precision"] == "fp32" and document["measured"]
+    assert all(item["tactic"] == "torch" for item in document["measured"].values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_reason_is_told():
+    assert "no CUDA device" in cuda.Cuda().unavailable()
+    with pytest.raises(BackendError, match="cuda: torch finds no CUDA device"):
+        base.pick_backend("cuda")
