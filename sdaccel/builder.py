@@ -211,7 +211,13 @@ def _check(
         return loaded[0].run(feed)
 
     results = check_graph(
-        run, component, config, weights.file(FILE), layout(weights), limit=limit, device=_roomy(backend, component, weights)
+        run,
+        component,
+        config,
+        weights.file(FILE),
+        layout(weights),
+        limit=limit,
+        device=_roomy(backend, component, weights),
     )
     loaded.clear()
     gc.collect()

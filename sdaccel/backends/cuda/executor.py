@@ -61,6 +61,13 @@ class Chooser:
         self.scouted: list[tuple[str, Mapping[str, Any]]] | None = None
         """While it is a list: the sources of all tactics are collected here, and torch runs."""
         self._weights = {weight.data_ptr() for weight in weights}
+        self._moved: dict[Any, Tensor] = {}
+
+    def on_device(self, value: Tensor) -> Tensor:
+        key = (value.dtype, tuple(value.shape), tuple(value.reshape(-1).tolist()))
+        if key not in self._moved:
+            self._moved[key] = value.to(torch.device("cuda", self.device.index))
+        return self._moved[key]
 
     def run(self, op: Any, *tensors: Tensor | None, **attributes: Any) -> Any:
         tactics = op.tactics(self.device, *tensors, **attributes)
@@ -229,6 +236,9 @@ class Executor:
                 except torch.cuda.OutOfMemoryError as error:
                     self.forget()
                     raise BackendError(f"out of GPU memory at {_shapes(given)}: {error}".split("\n")[0]) from error
+                except RuntimeError as error:
+                    self._captured.clear()
+                    raise BackendError(f"the GPU did not run {_shapes(given)}: {error}".split("\n")[0]) from error
 
     def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
         """Runs once, measuring the tactics of every step; returns what was chosen. Raises BackendError."""

@@ -28,6 +28,9 @@ class Chooser(Protocol):
     dtype: torch.dtype
     """What activations are computed in."""
 
+    def on_device(self, value: Tensor) -> Tensor:
+        """A small tensor of the CPU on the device; the same one each time, so that a graph may read it."""
+
     def run(self, op: Any, *tensors: Tensor | None, **attributes: Any) -> Any:
         """The result of the best tactic of the op module ``op`` for these tensors."""
 
@@ -161,8 +164,28 @@ def _plain(operator: Callable[..., Any]) -> Operator:
     return lambda choose, attributes, *tensors: operator(attributes, *tensors)
 
 
+def _mixing(operator: Callable[..., Any]) -> Operator:
+    """One whose inputs must lie on one device: those that were computed on the CPU, out of shapes, are moved."""
+
+    def run(choose: Chooser, attributes: Attributes, *tensors: Tensor | None) -> Any:
+        if any(tensor is not None and tensor.is_cuda for tensor in tensors):
+            tensors = tuple(
+                choose.on_device(tensor) if tensor is not None and tensor.is_cpu and tensor.dim() else tensor
+                for tensor in tensors
+            )
+        return operator(attributes, *tensors)
+
+    return run
+
+
+_MIXING = frozenset({"Add", "Concat", "Div", "Equal", "Gather", "GatherND", "Mul", "Pow", "Sub", "Where"})
+
+
 OPS: dict[str, Operator] = {
-    **{f"ai.onnx.{name}": _plain(operator) for name, operator in standard.OPERATORS.items()},
+    **{
+        f"ai.onnx.{name}": (_mixing if name in _MIXING else _plain)(operator)
+        for name, operator in standard.OPERATORS.items()
+    },
     "ai.onnx.Attention": attention,
     "GroupNorm": group_norm,
     "LayerNorm": layer_norm,
