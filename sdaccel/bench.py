@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sdaccel import settings
+from sdaccel import eager, settings
 from sdaccel.backends.base import Backend, LoadedEngine, pick_backend
 from sdaccel.doctor import cpu_name
 from sdaccel.engine.store import Entry, Store
@@ -223,16 +223,17 @@ def _bench_component(
     inputs = component_spec(engine.component, engine.config).random_inputs(shape)
     module = torch_module(entry, opened.weights[0])
     if device == "cuda":
-        _as_used_on_a_gpu(module, _TYPES[engine.precision])
-        inputs = {name: _on_gpu(name, value, _TYPES[engine.precision]) for name, value in inputs.items()}
+        dtype = eager.TYPES[engine.precision]
+        eager.as_used_on_a_gpu(module, dtype)
+        inputs = eager.inputs_on_a_gpu(inputs, dtype)
     loaded = backend.load(entry.path, store.root / "weights", engine.inputs)
-    eager = _eager(module, engine.component)
+    plain = eager.calls(module, engine.component)
     calls: dict[str, Callable[[], Any]] = {
-        "torch": lambda: eager(inputs),
+        "torch": lambda: plain(inputs),
         "engine": lambda: loaded.run(inputs, None, number),
     }
     if compiled:
-        faster = _eager(_compiled(module, engine.component, device), engine.component)
+        faster = eager.calls(_compiled(module, engine.component, device), engine.component)
         calls["compile"] = lambda: faster(inputs)
     finish = torch.cuda.synchronize if device == "cuda" else None
     with torch.no_grad() if device == "cuda" else torch.inference_mode():
@@ -251,22 +252,6 @@ def torch_module(entry: Entry, weights: Entry) -> torch.nn.Module:
     return load_module(spec, weights.file(FILE), layout(weights))
 
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def _as_used_on_a_gpu(module: Any, dtype: torch.dtype) -> None:
-    """Half precision, images channels last: what makes torch fastest. Up-sampling by two, as at sides that divide."""
-    for parameter in module.parameters():
-        value = parameter.data.to("cuda", dtype)
-        parameter.data = value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
-    if hasattr(module, "unet"):
-        module.unet.num_upsamplers = sum(block.upsamplers is not None for block in module.unet.up_blocks)
-
-
-def _on_gpu(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.to("cuda") if name == "timestep" or not value.is_floating_point() else value.to("cuda", dtype)
-
-
 def _compiled(module: Any, component: str, device: str) -> Any:
     """The module after torch.compile, in the mode that is fastest on the device."""
     if device == "cpu":
@@ -274,19 +259,6 @@ def _compiled(module: Any, component: str, device: str) -> Any:
     if component != "unet":
         return torch.compile(module, mode="reduce-overhead")
     return SimpleNamespace(unet=torch.compile(module.unet, mode="reduce-overhead"))
-
-
-def _eager(module: Any, component: str) -> Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """Calls the module as its pipeline does. The UNet's own forward: no ControlNet residuals are added."""
-    if component != "unet":
-        return lambda inputs: module(*inputs.values())
-
-    def unet(inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        extra = {"added_cond_kwargs": {"y": inputs["y"]}} if "y" in inputs else {}
-        given = (inputs["sample"], inputs["timestep"], inputs["encoder_hidden_states"])
-        return module.unet(*given, **extra, return_dict=False)
-
-    return unet
 
 
 def _difference(expected: Sequence[torch.Tensor], found: Mapping[str, torch.Tensor], names: Sequence[str]) -> float:

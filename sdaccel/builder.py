@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -16,10 +17,10 @@ from sdaccel.backends.base import Backend, BuildJob, LoadedEngine, pick_backend
 from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
 from sdaccel.engine.store import Draft, Entry, Store
 from sdaccel.engine.weights import FILE, layout, publish_weights
-from sdaccel.errors import ModelError
+from sdaccel.errors import BackendError, ModelError, SettingError
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
 from sdaccel.models.family import Family
-from sdaccel.profile import ImageProfile
+from sdaccel.profile import ImageProfile, OptimizationProfile
 
 Progress = Callable[[str, float], None]
 
@@ -34,6 +35,8 @@ class BuilderConfig:
     backend: str = "auto"
     check: bool = True
     """Compare each engine with torch before it is published."""
+    timing_cache: Path | None = None
+    """A file of times that another build has exported, for a backend that measures; it gets this build's times too."""
 
 
 def build(
@@ -67,6 +70,8 @@ def build_engines(
     """The engines of ``config``, one a component. See `build`."""
     chosen = buildable_components(checkpoint, config.components)
     backend = pick_backend(config.backend)
+    if config.timing_cache is not None and not backend.tunes:
+        raise SettingError(f"the backend {backend.name} measures nothing, so it has no use for a timing cache.")
     report = progress or (lambda stage, fraction: None)
     entries = []
     for index, component in enumerate(chosen):
@@ -141,14 +146,30 @@ def _build_component(
         weightless = onnx.load(str(graph.file(GRAPH_FILE)), load_external_data=False)
         model = bind_weights(weightless, layout(weights), _STORED[precision])
         job = BuildJob(
-            component, model, graph.key, weights, precision, profiles, store, _part(progress, 0.65, 0.2, component)
+            component,
+            model,
+            graph.key,
+            weights,
+            precision,
+            profiles,
+            store,
+            _part(progress, 0.65, 0.2, component),
+            config.timing_cache,
         )
         built = backend.build(job, draft.path)
         inputs, outputs = (_specs(graph.manifest[name]) for name in ("inputs", "outputs"))
         details = dict(built.details)
         if config.check:
             progress(f"{component}: comparing with torch", 0.85)
-            details["check"] = _check(component, source.config, backend, draft, weights, inputs, _LIMITS[precision])
+            loaded: list[LoadedEngine] = []
+            details["check"] = _check(
+                component, source.config, backend, draft, weights, inputs, _LIMITS[precision], loaded
+            )
+            if backend.device_type() == "cuda":
+                progress(f"{component}: measuring against torch", 0.95)
+                speed = _speed(component, source.config, weights, precision, profiles[0], loaded)
+                details.update({"speed": speed} if speed else {})
+            loaded.clear()
         manifest = EngineManifest(
             **identity,
             source=source.name,
@@ -199,11 +220,10 @@ def _check(
     weights: Entry,
     inputs: tuple[TensorSpec, ...],
     limit: float,
+    loaded: list[LoadedEngine],
 ) -> dict[str, Any]:
-    """The engine against torch at several shapes, before it is published. Raises ExportError."""
+    """The engine against torch at several shapes, before it is published. Leaves it loaded. Raises ExportError."""
     from sdaccel.export.to_onnx import check_graph
-
-    loaded: list[LoadedEngine] = []
 
     def run(feed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not loaded:  # only now: torch has let go of its own copy
@@ -219,13 +239,73 @@ def _check(
         limit=limit,
         device=_roomy(backend, component, weights),
     )
-    loaded.clear()
     gc.collect()
     return {
         "reference": f"torch {torch.__version__}, float32",
         "largest_error": max(result.error for result in results),
         "shapes": [{**result.shape, "error": result.error} for result in results],
     }
+
+
+def _speed(
+    component: str,
+    config: dict[str, Any],
+    weights: Entry,
+    precision: str,
+    profile: OptimizationProfile,
+    loaded: Sequence[LoadedEngine],
+) -> dict[str, Any] | None:
+    """Milliseconds of engine and torch on the GPU at the opt of ``profile``; None where both do not fit."""
+    from sdaccel import eager
+    from sdaccel.export.components import component_spec
+    from sdaccel.export.to_onnx import load_module
+
+    if torch.cuda.mem_get_info()[0] < 3 * weights.nbytes:
+        return None
+    dtype = eager.TYPES[precision]
+    spec = component_spec(component, config)
+    module = load_module(spec, weights.file(FILE), layout(weights))
+    try:
+        eager.as_used_on_a_gpu(module, dtype)
+        inputs = eager.inputs_on_a_gpu(spec.random_inputs(profile.opt()), dtype)
+        plain = eager.calls(module, component)
+        with torch.no_grad():
+            times = {
+                "engine": eager.gpu_milliseconds(lambda: loaded[0].run(inputs)),
+                "torch": eager.gpu_milliseconds(lambda: plain(inputs)),
+            }
+    except (torch.cuda.OutOfMemoryError, BackendError):
+        return None
+    finally:
+        del module
+        gc.collect()
+        torch.cuda.empty_cache()
+    milliseconds = {name: round(value, 4) for name, value in times.items()}
+    return {"milliseconds": milliseconds, "slower": times["engine"] > times["torch"]}
+
+
+def slower_than_torch(entry: Entry) -> str | None:
+    """The reason why an engine is not chosen by default; None for one that was faster when it was built."""
+    speed = entry.engine.details.get("speed")
+    if not isinstance(speed, dict) or speed.get("slower") is not True:
+        return None
+    times = speed["milliseconds"]
+    return f"the engine {entry.key[:12]} is slower than torch ({times['engine']} ms against {times['torch']} ms)"
+
+
+def built_elsewhere(checkpoint: Checkpoint, component: str, backend: Backend, store: Store) -> str | None:
+    """What the nearest engine of these weights that does not run here was built for, and what differs here."""
+    here = _identity(checkpoint, component, backend)
+    others = store.find_engines(component=component, weights=here["weights"], backend=backend.name)
+    if not others:
+        return None
+    engine = others[0].engine
+    then, now = ({**item["device"], **item["versions"]} for item in (engine.to_json(), here))
+    different = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    if not different:
+        return None
+    changes = ", ".join(f"{name} {then.get(name, 'none')} (now {now.get(name, 'none')})" for name in different)
+    return f"the engine {others[0].key[:12]} of {component} was built for {changes}"
 
 
 def _roomy(backend: Backend, component: str, weights: Entry) -> str:
@@ -245,4 +325,12 @@ def _part(progress: Progress, begin: float, share: float, prefix: str = "") -> P
     return report
 
 
-__all__ = ["BuilderConfig", "build", "build_engines", "buildable_components", "engines_here"]
+__all__ = [
+    "BuilderConfig",
+    "build",
+    "build_engines",
+    "buildable_components",
+    "built_elsewhere",
+    "engines_here",
+    "slower_than_torch",
+]

@@ -155,12 +155,17 @@ def build(
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Skip the comparison of each engine with torch.")
     ] = False,
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option("--timing-cache", metavar="FILE", help="Times to use and add to; made if it is not there."),
+    ] = None,
     store: StoreOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Build the engines of a model that the store does not hold yet."""
-    from sdaccel.builder import BuilderConfig, build_engines
+    from sdaccel.backends.base import pick_backend
+    from sdaccel.builder import BuilderConfig, build_engines, buildable_components, built_elsewhere, engines_here
     from sdaccel.listing import list_engines
     from sdaccel.progress import terminal_progress
 
@@ -168,9 +173,16 @@ def build(
     checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
     profiles = _profiles(checkpoint, res, batch, tokens, preset)
     config = BuilderConfig(
-        tuple(component) if component else None, profiles, precision, _backend(backend), not no_check
+        tuple(component) if component else None, profiles, precision, _backend(backend), not no_check, timing_cache
     )
     before = {entry.key for entry in place.list()}
+    chosen = pick_backend(config.backend)
+    for name in buildable_components(checkpoint, config.components):
+        other = (
+            None if engines_here(checkpoint, name, chosen, place) else built_elsewhere(checkpoint, name, chosen, place)
+        )
+        if other is not None:
+            console.say(f"{other}: it is built again")
     with terminal_progress(enabled=console.bar(as_json)) as progress:
         entries = build_engines(checkpoint, config, place, progress)
     keys = [entry.key for entry in entries]

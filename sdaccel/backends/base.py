@@ -32,6 +32,8 @@ class BuildJob:
     profiles: tuple[OptimizationProfile, ...]
     store: Store
     progress: Progress
+    timing_cache: Path | None = None
+    """Times measured before, here or on another machine of the same kind; gets what is measured now."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Backend(ABC):
     name: str
     precisions: tuple[str, ...]
     """Precisions it builds, the default first."""
+    tunes: bool = False
+    """Whether a build measures tactics, and can use a timing cache."""
 
     @abstractmethod
     def unavailable(self) -> str | None:

@@ -22,7 +22,14 @@ import torch
 from torch import nn
 
 from sdaccel.backends.base import Backend, pick_backend
-from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
+from sdaccel.builder import (
+    BuilderConfig,
+    build_engines,
+    buildable_components,
+    built_elsewhere,
+    engines_here,
+    slower_than_torch,
+)
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, SettingError
 from sdaccel.export.components import source_of
@@ -116,9 +123,16 @@ def _engines(
 ) -> tuple[dict[str, list[Entry]], list[str]]:
     """The engines of each component that run here, built where that is asked for; and notes for the report."""
 
+    notes: list[str] = []
+
     def fitting(component: str) -> list[Entry]:
         entries = engines_here(checkpoint, component, backend, store)
         return [entry for entry in entries if config.precision in (None, entry.engine.precision)]
+
+    def chosen(component: str) -> list[Entry]:
+        reasons = {entry.key: slower_than_torch(entry) for entry in found[component]}
+        notes.extend(f"{component}: {reason}, so it is left out." for reason in reasons.values() if reason)
+        return [entry for entry in found[component] if reasons[entry.key] is None]
 
     def covered(entries: Sequence[Entry]) -> bool:
         have = {profile for entry in entries for profile in entry.engine.image_profiles}
@@ -126,12 +140,17 @@ def _engines(
 
     found = {component: fitting(component) for component in config.components or ()}
     missing = [component for component, entries in found.items() if not covered(entries)]
+    for component in missing:
+        other = None if found[component] else built_elsewhere(checkpoint, component, backend, store)
+        if other is not None:
+            notes.append(f"{other}{', so it was built again.' if build == 'if-missing' else '.'}")
     if missing and build == "if-missing":
         with terminal_progress() as bar:
             build_engines(checkpoint, replace(config, components=tuple(missing)), store, progress or bar)
         found = {component: fitting(component) for component in found}
         missing = []
-    return found, [f"{component} has no engine for all that was asked for." for component in missing]
+    notes += [f"{component} has no engine for all that was asked for." for component in missing]
+    return {component: chosen(component) for component in found}, notes
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ PROMPT = ("encoder_hidden_states", "y")
 class Cuda(Backend):
     name = "cuda"
     precisions: tuple[str, ...] = ("fp16", "bf16")
+    tunes = True
 
     def __init__(self) -> None:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
@@ -119,6 +120,8 @@ class Cuda(Backend):
         weights = load_weights(plan, job.weights.path.parent, dtype, device)
         CACHE.folder = job.store.root / "cache" / "cubins"
         cache = TimingCache(self._cache_path(job.store.root), {**self.device(), **self.versions()})
+        if job.timing_cache is not None and job.timing_cache.exists():
+            cache.take(job.timing_cache)
         tuner = self.tuner(cache)
         table = TacticTable()
         executor = Executor(plan, weights, dtype, device, table)
@@ -139,6 +142,8 @@ class Cuda(Backend):
             executor.weights.clear()
             del weights
             torch.cuda.empty_cache()
+        if job.timing_cache is not None:
+            cache.export(job.timing_cache)
         document = {"precision": job.precision, "dependent": executor.dependent, "measured": table.to_json()}
         (folder / TACTICS).write_text(json.dumps(document, indent=1), encoding="utf-8")
         _save_cubins(folder, cubins)

@@ -9,9 +9,10 @@ import sdaccel
 from sdaccel.backends import base
 from sdaccel.backends.cuda import backend as cuda
 from sdaccel.backends.cuda.timing_cache import Measured
-from sdaccel.builder import BuilderConfig, build_engines
+from sdaccel.builder import BuilderConfig, build_engines, slower_than_torch
 from sdaccel.engine.store import Store
-from sdaccel.errors import BackendError, EngineBroken
+from sdaccel.errors import BackendError, EngineBroken, SettingError
+from sdaccel.integrations import diffusers
 from sdaccel.models.checkpoint import open_checkpoint
 from tests import pipelines
 from tests.tolerances import PIPELINE_MAX_ABS
@@ -113,12 +114,44 @@ def test_the_second_build_measures_nothing(on_cpu, tmp_path):
     assert any(step["op"] == "conv" and step["operations"] > 0 for step in profile["steps"])
 
 
-def test_an_engine_of_another_driver_is_built_anew(on_cpu, tmp_path, monkeypatch):
+def test_an_engine_of_another_driver_is_explained_and_built_anew(on_cpu, tmp_path, monkeypatch):
     store = Store(tmp_path)
     (first,) = build(store)
     monkeypatch.setattr(OnCpu, "driver", "13010")
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["vae_decoder"], build="never")
+    (note,) = [note for note in pipe.sdaccel.notes if first.key[:12] in note]
+    assert note == f"the engine {first.key[:12]} of vae_decoder was built for driver 13000 (now 13010)."
     (second,) = build(store)
     assert first.key != second.key
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["vae_decoder"], build="never")
+    assert not pipe.sdaccel.notes and pipe.sdaccel.engines() == {"vae_decoder": [second.key]}
+
+
+def test_times_travel_in_a_file(on_cpu, tmp_path):
+    checkpoint, path = open_checkpoint(pipelines.make("sd1")), tmp_path / "times.json"
+    config = BuilderConfig(("vae_decoder",), timing_cache=path)
+    (first,) = build_engines(checkpoint, config, Store(tmp_path / "here"))
+    (second,) = build_engines(checkpoint, config, Store(tmp_path / "there"))
+    assert first.engine.details["measured"] > 0 == second.engine.details["measured"]
+
+
+def test_a_timing_cache_is_not_ignored_by_a_backend_without_one(tmp_path):
+    config = BuilderConfig(("vae_decoder",), backend="onnxruntime", timing_cache=tmp_path / "times.json")
+    with pytest.raises(SettingError, match="onnxruntime measures nothing"):
+        build_engines(open_checkpoint(pipelines.make("sd1")), config, Store(tmp_path))
+
+
+def test_an_engine_slower_than_torch_is_left_out_and_named(on_cpu, store, monkeypatch):
+    (entry,) = build(store)
+    assert slower_than_torch(entry) is None
+    monkeypatch.setitem(entry.engine.details, "speed", {"slower": True, "milliseconds": {"engine": 3.5, "torch": 2.0}})
+    assert "is slower than torch (3.5 ms against 2.0 ms)" in slower_than_torch(entry)
+    monkeypatch.setattr(diffusers, "slower_than_torch", lambda found: f"the engine {found.key[:12]} is slower")
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["vae_decoder"])
+    pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64)
+    report = pipe.sdaccel.last_report
+    assert any("is slower, so it is left out" in note for note in report.notes)
+    assert [fallback.component for fallback in report.fallbacks] == ["vae_decoder"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"precision": "fp8", "dependent": true, "measured": {}}'])
