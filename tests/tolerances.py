@@ -18,9 +18,9 @@ GROUP_NORM_MAX_ABS = 1e-5
 # rounded, and tactics that keep scores in 16 bits round those too. Half a unit in the last place is 5e-4 and 4e-3.
 ATTENTION_REL = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
-# Norm of the error of a linear layer or convolution against float64, relative to the result: products are exact, sums are
-# float32, so the result's rounding is left (2e-4, 1.7e-3), twice where a library rounds before it adds a residual, and
-# what its reduced-precision reductions lose.
+# Norm of the error of a linear layer or convolution against float64, relative to the result: products are exact, sums
+# are float32, so the result's rounding is left (2e-4, 1.7e-3), twice where a library rounds before it adds a residual,
+# and what its reduced-precision reductions lose.
 GEMM_REL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 # A norm, activation or softmax in 16 bits against float64, relative to the result's norm: ours rounds the result once

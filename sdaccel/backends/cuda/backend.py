@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 TACTICS = "tactics.json"
 CUBINS = "cubins.safetensors"
+CUBIN_CACHE = Path("cache", "cubins")
+"""of the store, beside the times of the tuner: machine code of shapes that no engine was built for"""
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LEAST = (7, 5)
 
@@ -118,7 +120,7 @@ class Cuda(Backend):
         job.progress("loading weights", 0.1)
         dtype, device = TYPES[job.precision], self.where()
         weights = load_weights(plan, job.weights.path.parent, dtype, device)
-        CACHE.folder = job.store.root / "cache" / "cubins"
+        CACHE.folder = job.store.root / CUBIN_CACHE
         cache = TimingCache(self._cache_path(job.store.root), {**self.device(), **self.versions()})
         if job.timing_cache is not None and job.timing_cache.exists():
             cache.take(job.timing_cache)
@@ -175,6 +177,7 @@ class Cuda(Backend):
         shared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> LoadedEngine:
         from sdaccel.backends.cuda.executor import Executor
+        from sdaccel.backends.cuda.launch import CACHE
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.plan import ExecutionPlan
         from sdaccel.backends.cuda.timing_cache import TacticTable
@@ -188,14 +191,19 @@ class Cuda(Backend):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EngineBroken(f"{folder / TACTICS} cannot be read: {error}.") from error
         _load_cubins(folder)
+        CACHE.folder = weights.parent / CUBIN_CACHE
         device = self.where()
         try:
             tensors = load_weights(plan, weights, dtype, device, shared)
         except torch.cuda.OutOfMemoryError as error:
             raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
         engine = CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent))
+        # Sums of taps are made of these once: an edit of them does not reach the engine.
+        derived = {step.inputs[1] for step in plan.steps if step.op == "UpsampleConv"}
         engine.shared = frozenset(
-            name for name, value in (shared or {}).items() if _same_memory(value, tensors.get(name))
+            name
+            for name, value in (shared or {}).items()
+            if name not in derived and _same_memory(value, tensors.get(name))
         )
         return engine
 

@@ -114,10 +114,12 @@ class Chooser:
                     for axis, size in enumerate(value.shape)
                     if axis != (1 if value.dim() == 4 else value.dim() - 1)
                 ]
-        fixed += [f"{name}={value}" for name, value in keywords if not isinstance(value, Tensor)]
-        return Signature(
-            op.__name__.rpartition(".")[2], " ".join(fixed).replace("|", "/").replace(", ", ","), tuple(sizes)
-        )
+        for name, value in keywords:
+            if isinstance(value, tuple):
+                sizes += value
+            elif not isinstance(value, Tensor):
+                fixed.append(f"{name}={value}")
+        return Signature(op.__name__.rpartition(".")[2], " ".join(fixed).replace("|", "/"), tuple(sizes))
 
 
 def _layout(value: Tensor) -> str:
@@ -288,6 +290,7 @@ class Executor:
     def _step_by_step(self, inputs: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
         values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional), **_laid_out(inputs)}
         keep = set(wanted)
+        self._chooser.choices = []
         self._run(self.plan.prologue, values, keep)
         self._run(self.plan.steps, values, keep)
         return {name: _plain(values[name]) for name in wanted}

@@ -20,6 +20,7 @@ from sdaccel.backends.cuda.ops import group_norm as group_norm_op
 from sdaccel.backends.cuda.ops import layer_norm as layer_norm_op
 from sdaccel.backends.cuda.ops import linear as linear_op
 from sdaccel.backends.cuda.ops import upsample_conv as upsample_conv_op
+from sdaccel.errors import BackendError
 
 Attributes = Mapping[str, Any]
 
@@ -153,8 +154,10 @@ def timestep_embedding(choose: Chooser, attributes: Attributes, timestep: Tensor
 def attention(
     choose: Chooser, attributes: Attributes, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    if "q_num_heads" not in attributes or mask is not None:
+    if "q_num_heads" not in attributes:
         return standard.attention(attributes, q, k, v, mask)
+    if mask is not None:
+        raise BackendError("the CUDA engine does not run attention with a mask.")
     heads = attributes["q_num_heads"]
     scale = attributes.get("scale") or 1 / math.sqrt(q.shape[-1] // heads)
     return choose.run(attention_op, q, k, v, heads=heads, scale=scale, causal=bool(attributes.get("is_causal")))
