@@ -163,7 +163,7 @@ def _build_component(
             progress(f"{component}: comparing with torch", 0.85)
             loaded: list[LoadedEngine] = []
             details["check"] = _check(
-                component, source.config, backend, draft, weights, inputs, _LIMITS[precision], loaded
+                component, source.config, backend, draft, weights, inputs, COMPONENT_LIMITS[precision], loaded
             )
             if backend.device_type() == "cuda":
                 progress(f"{component}: measuring against torch", 0.95)
@@ -205,7 +205,7 @@ _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 # Largest difference from torch in float32 that an engine may have at any value, over the largest value: in float32 the
 # order of additions, in half precision one rounding a layer, which random inputs carry through all of them.
-_LIMITS = {"fp32": 1e-4, "fp16": 3e-2, "bf16": 2e-1}
+COMPONENT_LIMITS = {"fp32": 1e-4, "fp16": 3e-2, "bf16": 2e-1}
 
 
 def _specs(items: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sdaccel.errors import ModelError, SettingError, StoreError
 from sdaccel.profile import ImageProfile, Range
+
+if TYPE_CHECKING:
+    from sdaccel.backends.base import Backend
 
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
@@ -111,10 +114,13 @@ class Result:
         return [fallback for report in self.reports for fallback in report.fallbacks]
 
 
-def open_pipeline(checkpoint: Any, request: Request, tokenizer: Path | None = None) -> Any:
+def open_pipeline(
+    checkpoint: Any, request: Request, tokenizer: Path | None = None, backend: Backend | None = None
+) -> Any:
     """The checkpoint's pipeline in torch, of the kind that ``request`` needs (from text, from an image, inpainting).
 
-    It is on the GPU where there is one. tokenizer: see `sdaccel.models.pipeline.load_pipeline`.
+    It is where ``backend`` runs, and computes in what its engines compute in; without one, on the GPU where there is
+    one, in float32. tokenizer: see `sdaccel.models.pipeline.load_pipeline`.
     """
     import torch
     from diffusers.utils import logging as diffusers_logging
@@ -122,8 +128,9 @@ def open_pipeline(checkpoint: Any, request: Request, tokenizer: Path | None = No
     from sdaccel.models.pipeline import load_pipeline
 
     diffusers_logging.disable_progress_bar()
-    pipe = fit_pipeline(load_pipeline(checkpoint, tokenizer=tokenizer), request)
-    return pipe.to("cuda") if torch.cuda.is_available() else pipe
+    dtype = torch.float16 if backend is not None and backend.precisions[0] == "fp16" else torch.float32
+    device = backend.device_type() if backend is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    return fit_pipeline(load_pipeline(checkpoint, dtype=dtype, tokenizer=tokenizer), request).to(device)
 
 
 def fit_pipeline(pipe: Any, request: Request) -> Any:
@@ -174,7 +181,7 @@ def open_accelerated(
         if missing:
             profile = covering_profile(checkpoint.native_side, width, height)
             build_engines(checkpoint, BuilderConfig(tuple(missing), (profile,), None, backend), store, progress)
-    pipe = open_pipeline(checkpoint, request, tokenizer).to(pick_backend(backend).device_type())
+    pipe = open_pipeline(checkpoint, request, tokenizer, pick_backend(backend))
     accelerate(pipe, store=store, backend=backend, components=components, build="never", fallback=fallback)
     return pipe, largest_batch(pipe.sdaccel, width, height)
 

@@ -89,7 +89,7 @@ def quickstart(
         lambda stage, fraction: report(f"building {stage}", 0.7 * fraction),
     )
     build_seconds = time.perf_counter() - start
-    pipe = open_pipeline(checkpoint, request).to(pick_backend().device_type())
+    pipe = open_pipeline(checkpoint, request, backend=pick_backend())
     expected, torch_seconds = _drawn(pipe, request, checkpoint.name, "in torch", 0.7, report)
     accelerate(pipe, store=store, components=components, build="never")
     found, seconds = _drawn(pipe, request, checkpoint.name, "through engines", 0.85, report)

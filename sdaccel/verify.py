@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sdaccel.backends.base import Backend, pick_backend
+from sdaccel.builder import COMPONENT_LIMITS
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ExportError
@@ -33,7 +34,12 @@ class Limits:
 
 # float32 on both sides: the order of sums alone differs. Over the steps of a whole image that may move a pixel by a
 # grey level or two (1/255 is 0.004), not more.
-LIMITS = {"fp32": Limits(component=1e-4, image_psnr=50.0, image_max_abs=0.02)}
+# In half precision both round differently at every layer, and steps carry that on.
+LIMITS = {
+    "fp32": Limits(component=COMPONENT_LIMITS["fp32"], image_psnr=50.0, image_max_abs=0.02),
+    "fp16": Limits(component=COMPONENT_LIMITS["fp16"], image_psnr=35.0, image_max_abs=0.5),
+    "bf16": Limits(component=COMPONENT_LIMITS["bf16"], image_psnr=25.0, image_max_abs=0.8),
+}
 
 
 @dataclass(frozen=True)
@@ -214,14 +220,14 @@ def _check_image(
 
     if checkpoint.variant != "text-to-image" or checkpoint.family.value == "sdxl-refiner":
         return None  # it starts from an image: its components have been compared
-    pipe = open_pipeline(checkpoint, request, tokenizer).to(backend.device_type())
+    pipe = open_pipeline(checkpoint, request, tokenizer, backend)
     report("a whole image in torch", 0.75)
     expected = generate(pipe, request).images[0].image
     report("a whole image through engines", 0.88)
     accelerate(pipe, store=store, backend=backend.name, components=components, build="never")
     result = generate(pipe, request)
     found = result.images[0].image
-    limits = LIMITS["fp32"]
+    limits = LIMITS[backend.precisions[0]]
     return ImageCheck(
         width=found.width,
         height=found.height,
