@@ -127,16 +127,24 @@ def backends() -> dict[str, Callable[[], Backend]]:
     return {"cuda": cuda, "onnxruntime": onnxruntime}
 
 
-def pick_backend(name: str = "auto") -> Backend:
-    """The backend ``name``, or with ``auto`` the first that runs here. Raises SettingError or BackendError."""
+def pick_backend(name: str = "auto", device: str | None = None) -> Backend:
+    """The backend ``name``, or with ``auto`` the first that runs here, on ``device`` (cpu, cuda) if one does.
+
+    Raises SettingError or BackendError.
+    """
     known = backends()
     if name != "auto" and name not in known:
         raise SettingError(f"there is no backend {name!r}.", hint=f"Backends: auto, {', '.join(known)}.")
-    reasons = []
+    reasons, able = [], []
     for candidate in known if name == "auto" else [name]:
         backend = known[candidate]()
         reason = backend.unavailable()
-        if reason is None:
+        if reason is None and device in (None, backend.device_type()):
             return backend
-        reasons.append(f"{candidate}: {reason}")
+        if reason is None:
+            able.append(backend)
+        else:
+            reasons.append(f"{candidate}: {reason}")
+    if able:
+        return able[0]
     raise BackendError(f"no backend runs here. {' '.join(reasons)}", hint="Run: sdaccel doctor")

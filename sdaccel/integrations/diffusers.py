@@ -74,7 +74,7 @@ def accelerate(
     if build not in BUILD:
         raise SettingError(f"build={build!r} is not one of {', '.join(BUILD)}.")
     place = store if isinstance(store, Store) else Store(store)
-    chosen_backend = pick_backend(backend)
+    chosen_backend = pick_backend(backend, _device_of(pipe))
     checkpoint = open_checkpoint(pipe)
     wanted = buildable_components(checkpoint, components)
     precision = precision or _precision_like(pipe, chosen_backend)
@@ -105,6 +105,12 @@ def _left_out(pipe: Any, checkpoint: Checkpoint) -> dict[str, str]:
         for name in parts
         if name not in checkpoint.components
     }
+
+
+def _device_of(pipe: Any) -> str | None:
+    """Where the pipeline computes, its modules being elsewhere between calls or not."""
+    device = getattr(pipe, "_execution_device", None)
+    return getattr(device, "type", None)
 
 
 def _precision_like(pipe: Any, backend: Backend) -> str | None:

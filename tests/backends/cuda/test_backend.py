@@ -197,3 +197,15 @@ def test_without_a_gpu_the_reason_is_told():
     assert "no CUDA device" in cuda.Cuda().unavailable()
     with pytest.raises(BackendError, match="cuda: torch finds no CUDA device"):
         base.pick_backend("cuda")
+
+
+def test_the_backend_is_where_the_pipeline_is(monkeypatch):
+    class OnGpu(OnCpu):
+        def device_type(self):
+            return "cuda"
+
+    monkeypatch.setattr(base, "backends", lambda: {"cuda": OnGpu, "other": OnCpu})
+    assert type(base.pick_backend()) is OnGpu and type(base.pick_backend("auto", "cuda")) is OnGpu
+    assert type(base.pick_backend("auto", "cpu")) is OnCpu
+    assert type(base.pick_backend("auto", "mps")) is OnGpu
+    assert type(base.pick_backend("cuda", "cpu")) is OnGpu
