@@ -194,6 +194,12 @@ class ExecutionContext:
         report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, milliseconds)
         return results
 
+    def renew(self) -> None:
+        """The host's module may have been edited: engines keep nothing that they computed before."""
+        with self._lock:
+            for engine in self._loaded.values():
+                engine.renew()
+
     def _ready(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Candidate, LoadedEngine]:
         """The engine to run, loaded. One that turns out to be broken is left out from then on."""
         while True:

@@ -52,7 +52,7 @@ class Pretended:
     def device_type(self) -> str:
         return "cpu"
 
-    def load(self, folder: Path, weights: Path, inputs: Any) -> Any:
+    def load(self, folder: Path, weights: Path, inputs: Any, shared: Any = None) -> Any:
         self.loads.append(str(folder))
 
         def run(given, outputs, index):

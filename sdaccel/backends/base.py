@@ -60,6 +60,10 @@ class LoadedEngine(ABC):
         Raises BackendError.
         """
 
+    def renew(self) -> None:
+        """Values kept from earlier calls are computed again: weights that the host shares may have been edited."""
+        return
+
 
 class Backend(ABC):
     name: str

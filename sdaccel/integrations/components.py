@@ -107,6 +107,8 @@ def _timesteps(timestep: torch.Tensor | float | int, sample: torch.Tensor) -> to
     )
     if number and sample.is_cpu:
         return _constant(float(timestep), len(sample))
+    if number:  # a copy from the host would wait for the GPU
+        return torch.full((len(sample),), float(timestep), dtype=torch.float32, device=sample.device)
     return torch.as_tensor(timestep, device=sample.device).float().expand(len(sample))
 
 

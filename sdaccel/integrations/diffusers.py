@@ -234,6 +234,7 @@ class Accelerated:
             self._reports.last = self._reports.running = self._latest = report
             running.pipelines.append(self)
             self.careful, before = careful, self.careful
+            self.checks, checks = LateChecks(), self.checks
             try:
                 for note in self.notes:
                     report.note(note)
@@ -243,6 +244,8 @@ class Accelerated:
                     with watch.lock:
                         watch.look_closer()
                         watch.unsettle()  # pipelines change modules before they first call them
+                for context in self.contexts.values():
+                    context.renew()
                 on_gpu = any(context.device == "cuda" for context in self.contexts.values())
                 restore = random_state(arguments) if on_gpu else None
                 result = call()
@@ -252,7 +255,7 @@ class Accelerated:
                 return result
             finally:
                 running.pipelines.pop()
-                self.careful = before
+                self.careful, self.checks = before, checks
                 self._reports.running = outer
                 if outer is not None:
                     self._reports.last = outer

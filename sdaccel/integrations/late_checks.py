@@ -21,7 +21,7 @@ class LateChecks:
         if output.numel() < 2:
             return
         extremes = torch.stack(output.detach().aminmax()).float()
-        found = torch.empty(2, pin_memory=True).copy_(extremes, non_blocking=True)
+        found = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True).copy_(extremes, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._waiting.append((component, found, event))

@@ -194,6 +194,7 @@ class Swap:
     def _changed(self, target: Target) -> str | None:
         """Why engines no longer stand for the module."""
         if not target.running:
+            target.context.renew()
             return self.watch.look()
         module = self.module
         hooked = bool(module._forward_hooks or module._forward_pre_hooks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,6 +100,19 @@ class Cuda(Backend):
     # building
 
     def build(self, job: BuildJob, folder: Path) -> Built:
+        try:
+            return self._build(job, folder)
+        except RuntimeError as error:  # of torch and the driver
+            traceback.clear_frames(error.__traceback__)
+            full = isinstance(error, torch.cuda.OutOfMemoryError)
+            if full:
+                torch.cuda.empty_cache()
+            raise BackendError(
+                f"{job.component} could not be built on the GPU: {error}".split("\n")[0],
+                hint="A profile of fewer images at once, or smaller ones, needs less memory." if full else None,
+            ) from error
+
+    def _build(self, job: BuildJob, folder: Path) -> Built:
         import onnx_ir as ir
 
         from sdaccel.backends.cuda.executor import Executor, summary
@@ -176,7 +190,7 @@ class Cuda(Backend):
         inputs: Sequence[TensorSpec],
         shared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> LoadedEngine:
-        from sdaccel.backends.cuda.executor import Executor
+        from sdaccel.backends.cuda.executor import Executor, ordinary_tensors
         from sdaccel.backends.cuda.launch import CACHE
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.plan import ExecutionPlan
@@ -194,10 +208,15 @@ class Cuda(Backend):
         CACHE.folder = weights.parent / CUBIN_CACHE
         device = self.where()
         try:
-            tensors = load_weights(plan, weights, dtype, device, shared)
+            with ordinary_tensors():  # the module's parameters among them, which autograd may want later
+                tensors = load_weights(plan, weights, dtype, device, shared)
+                executor = Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent)
         except torch.cuda.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
             raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
-        engine = CudaEngine(Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent))
+        except RuntimeError as error:
+            raise BackendError(f"the weights cannot be loaded into the GPU: {error}".split("\n")[0]) from error
+        engine = CudaEngine(executor)
         # Sums of taps are made of these once: an edit of them does not reach the engine.
         derived = {step.inputs[1] for step in plan.steps if step.op == "UpsampleConv"}
         engine.shared = frozenset(
@@ -220,6 +239,9 @@ class CudaEngine(LoadedEngine):
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
     ) -> dict[str, torch.Tensor]:
         return self.executor.run(inputs, outputs)
+
+    def renew(self) -> None:
+        self.executor.renew()
 
 
 def _check_replays(executor: Any, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> float:

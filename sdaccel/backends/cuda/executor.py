@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +171,13 @@ def _turns_of(index: int) -> _Turns:
         return _turns.setdefault(index, _Turns())
 
 
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """No gradients; and what is made inside a host's inference mode can be written to outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 @dataclass
 class _Captured:
     """The graphs of one shape."""
@@ -181,6 +190,12 @@ class _Captured:
     """Inputs of the prologue → the flag that says whether the last call changed them"""
     kept: Any = None
     """What the prologue made, so that its memory stays"""
+    age: int = 0
+
+    def forget_prompt(self) -> None:
+        """The next call finds the prompt changed, whatever it is."""
+        for name in self.prompt:
+            self.inputs[name].view(torch.uint8).fill_(0xFF)
 
 
 # --- the executor -----------------------------------------------------------------------------------------------------
@@ -215,6 +230,7 @@ class Executor:
         self._described = Device.at(device.index or 0) if device.type == "cuda" else Device.cpu()
         self._chooser = Chooser(self._described, dtype, table or TacticTable(), self.weights.values())
         self._captured: OrderedDict[Any, _Captured] = OrderedDict()
+        self._age = 0
         self._last_use = _last_uses(plan)
         self._turns = _turns_of(device.index or 0) if device.type == "cuda" else None
 
@@ -228,24 +244,37 @@ class Executor:
             if name not in self.plan.inputs and name not in self.plan.optional:
                 raise UnsupportedCall(f"the plan has no input {name}.")
         wanted = tuple(self.plan.outputs if outputs is None else outputs)
-        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
-        with torch.no_grad():
+        with ordinary_tensors():
             if self._turns is None:
-                return self._step_by_step(given, wanted)
+                return self._step_by_step(self._given(inputs), wanted)
             with self._turns.lock, torch.cuda.device(self.device):
                 try:
-                    return self._replay(given, wanted)
+                    return self._replay(self._given(inputs), wanted)
                 except torch.cuda.OutOfMemoryError as error:
+                    traceback.clear_frames(error.__traceback__)  # torch runs next and needs what they hold
                     self.forget()
-                    raise BackendError(f"out of GPU memory at {_shapes(given)}: {error}".split("\n")[0]) from error
+                    raise BackendError(f"out of GPU memory at {_shapes(inputs)}: {error}".split("\n")[0]) from error
                 except RuntimeError as error:
+                    traceback.clear_frames(error.__traceback__)
                     self._captured.clear()
-                    raise BackendError(f"the GPU did not run {_shapes(given)}: {error}".split("\n")[0]) from error
+                    raise BackendError(f"the GPU did not run {_shapes(inputs)}: {error}".split("\n")[0]) from error
+
+    def _given(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the device; optional ones in the engine's type too, since they are added as they are."""
+        return {
+            name: value.to(self.device, self.dtype) if name in self.plan.optional else value.to(self.device)
+            for name, value in inputs.items()
+            if name in self.plan.inputs
+        }
+
+    def renew(self) -> None:
+        """The prologue computes anew at the next call: weights may have been edited since."""
+        self._age += 1
 
     def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
         """Runs once, measuring the tactics of every step; returns what was chosen. Raises BackendError."""
-        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
-        with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+        given = self._given(inputs)
+        with ordinary_tensors(), self._turns.lock if self._turns else threading.Lock():
             try:
                 self._chooser.scouted = []
                 self._step_by_step(given, self.plan.outputs)
@@ -259,9 +288,9 @@ class Executor:
 
     def choices(self, inputs: Mapping[str, Tensor]) -> list[StepChoice]:
         """What would run each step at these shapes."""
-        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
+        given = self._given(inputs)
         self._chooser.choices = []
-        with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+        with ordinary_tensors(), self._turns.lock if self._turns else threading.Lock():
             self._step_by_step(given, self.plan.outputs)
         return list(self._chooser.choices)
 
@@ -271,15 +300,15 @@ class Executor:
         |a - b| / |b|. In a graph kernels follow each other at once and may overlap: what one reads too early shows here
         alone.
         """
-        given = {name: value.to(self.device) for name, value in inputs.items() if name in self.plan.inputs}
-        with torch.no_grad(), self._turns.lock if self._turns else threading.Lock():
+        given = self._given(inputs)
+        with ordinary_tensors(), self._turns.lock if self._turns else threading.Lock():
             expected = self._step_by_step(given, self.plan.outputs)
             found = [self.run(given) for _ in range(replays)]
         return max(relative_error(each[name], expected[name]) for each in found for name in expected)
 
     def forget(self) -> None:
         """Lets go of all graphs and their memory."""
-        if self._captured:
+        if self._turns is not None:
             torch.cuda.synchronize(self.device)
             self._captured.clear()
             gc.collect()
@@ -287,11 +316,13 @@ class Executor:
 
     # step by step
 
-    def _step_by_step(self, inputs: Mapping[str, Tensor], wanted: Sequence[str]) -> dict[str, Tensor]:
+    def _step_by_step(
+        self, inputs: Mapping[str, Tensor], wanted: Sequence[str], flags: Mapping[str, Tensor] = {}
+    ) -> dict[str, Tensor]:
         values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional), **_laid_out(inputs)}
         keep = set(wanted)
         self._chooser.choices = []
-        self._run(self.plan.prologue, values, keep)
+        self._run(self.plan.prologue, values, keep, flags)
         self._run(self.plan.steps, values, keep)
         return {name: _plain(values[name]) for name in wanted}
 
@@ -319,14 +350,17 @@ class Executor:
         assert turns is not None
         captured = self._captured.get(key)
         if captured is None:
-            captured = self._capture(inputs, wanted)
-            self._captured[key] = captured
+            with torch.cuda.stream(stream):  # a capture that fails leaves its own stream the current one
+                captured = self._captured[key] = self._capture(inputs, wanted)
             while len(self._captured) > self.graphs:
                 torch.cuda.synchronize(self.device)
                 self._captured.popitem(last=False)
         self._captured.move_to_end(key)
         if turns.last is not None:
             stream.wait_event(turns.last)
+        if captured.age != self._age:
+            captured.age = self._age
+            captured.forget_prompt()
         for name, value in inputs.items():
             flag = captured.prompt.get(name)
             if flag is None:
@@ -353,7 +387,7 @@ class Executor:
             torch.cuda.stream(side),
             dependent_launches(self.dependent),
         ):  # compiles kernels and makes handles and plans, none of which a capture may
-            self._step_by_step(static, wanted)
+            self._step_by_step(static, wanted, prompt)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional)}
@@ -376,9 +410,9 @@ class Executor:
             values.update(_laid_out(static))
             self._run(self.plan.steps, values, set(wanted))
             outputs = {name: _plain(values[name]) for name in wanted}
-        for name in first:  # the first call finds them changed, whatever was captured
-            static[name].view(torch.uint8).fill_(0xFF)
-        return _Captured(static, outputs, main, prologue, prompt, lasting_values)
+        captured = _Captured(static, outputs, main, prologue, prompt, lasting_values, self._age)
+        captured.forget_prompt()
+        return captured
 
 
 def _laid_out(inputs: Mapping[str, Tensor]) -> Values:

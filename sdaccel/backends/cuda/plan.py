@@ -92,7 +92,8 @@ class ExecutionPlan:
                     for name, place in document["weights"].items()
                 },
                 joined={name: tuple(parts) for name, parts in document["joined"].items()},
-                constants=load_file(folder / CONSTANTS),
+                # Copies: Windows does not move a folder with a file that is mapped.
+                constants={name: value.clone() for name, value in load_file(folder / CONSTANTS).items()},
             )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise EngineBroken(f"{folder}: the plan cannot be read: {error}.") from error

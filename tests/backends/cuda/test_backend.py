@@ -103,6 +103,37 @@ def test_engine_and_module_share_their_weights(on_cpu, store):
     assert any("conv_in.weight" in fallback.reason for fallback in pipe.sdaccel.last_report.fallbacks)
 
 
+def test_weights_loaded_in_inference_mode_stay_ordinary(on_cpu, store):
+    """An engine is loaded at its first call, which a host may make in inference mode: gradients are possible later."""
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["unet"])
+    call = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "latent"}
+    with torch.inference_mode():
+        pipe(pipelines.PROMPT, **call)
+    (engine,) = pipe.sdaccel.contexts["unet"]._loaded.values()
+    assert engine.shared and not pipe.sdaccel.last_report.fallbacks
+    tensors = (*pipe.unet.parameters(), *engine.executor.weights.values())
+    assert not any(tensor.is_inference() for tensor in tensors)
+
+
+def test_every_call_of_a_pipeline_renews_its_engines(on_cpu, store, monkeypatch):
+    """What depends on the prompt alone is kept from call to call; weights may have been edited between them."""
+    renewed = []
+    monkeypatch.setattr(cuda.CudaEngine, "renew", lambda engine: renewed.append(engine.executor.renew()))
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["unet"])
+    for count in (0, 1, 2):
+        pipe(pipelines.PROMPT, num_inference_steps=2, height=64, width=64, output_type="latent")
+        assert len(renewed) == count
+
+
+def test_what_torch_raises_in_a_build_is_ours(on_cpu, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 GiB.\nDetails.")
+
+    monkeypatch.setattr(OnCpu, "tuner", full)
+    with pytest.raises(BackendError, match=r"vae_decoder could not be built on the GPU: CUDA out of memory\. Tried"):
+        build(Store(tmp_path))
+
+
 def test_an_edit_that_leaves_no_trace_is_computed_with_or_noticed(on_cpu, store):
     """Through ``.data``: the engine reads the same memory; what it made of the weights beforehand is looked at."""
     pipe = pipelines.make("sd1")

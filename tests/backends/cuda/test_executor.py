@@ -178,6 +178,37 @@ def test_a_prompt_that_changes_in_place_is_noticed(unet):
 
 
 @pytest.mark.gpu
+def test_an_edit_of_what_the_prompt_meets_is_seen_after_renew(unet):
+    executor = executor_of(unet, "cuda", torch.float16)
+    inputs = inputs_of(unet, 0)
+    before = executor.run(inputs)["sample_out"]
+    for step in executor.plan.prologue:
+        if step.op == "Linear":
+            executor.weights[step.inputs[1]].mul_(-1)
+    executor.renew()
+    after = executor.run(inputs)["sample_out"]
+    assert torch.equal(after, stepwise(executor, inputs)) and not torch.equal(after, before)
+
+
+@pytest.mark.gpu
+def test_calls_in_and_outside_of_inference_mode(unet):
+    executor = executor_of(unet, "cuda", torch.float16)
+    inputs = inputs_of(unet, 0)
+    with torch.inference_mode():
+        before = executor.run(inputs)["sample_out"]
+    assert torch.equal(executor.run(inputs)["sample_out"], before)
+
+
+@pytest.mark.gpu
+def test_optional_inputs_in_float32(unet):
+    executor = executor_of(unet, "cuda", torch.float16)
+    sizes = {"batch": 2, "height": 16, "width": 8, "tokens": 77}
+    inputs = component_spec(unet.component, unet.config).random_inputs(sizes, optional=True)
+    assert {name for name in inputs if name in executor.plan.optional}
+    assert executor.run(inputs)["sample_out"].isfinite().all()
+
+
+@pytest.mark.gpu
 def test_outputs_are_not_overwritten_by_later_calls(unet):
     executor = executor_of(unet, "cuda", torch.float16)
     first = executor.run(inputs_of(unet, 0))["sample_out"]
