@@ -476,7 +476,7 @@ class _Weight:
     def suspect(self) -> bool:
         """Whether it may have been edited since it was last compared, or was edited then."""
         now = self._parameters.get(self._key)
-        return now is None or (now.data_ptr(), now._version, now.dtype) != self._seen or self._finding == EDITED
+        return now is None or self._state(now) != self._seen or self._finding == EDITED
 
     def compare(self) -> str:
         now = self.now()
@@ -515,7 +515,10 @@ class _Weight:
 
     @staticmethod
     def _state(now: torch.Tensor) -> tuple[Any, ...]:
-        return now.data_ptr(), now._version, now.dtype
+        try:
+            return now.data_ptr(), now._version, now.dtype
+        except RuntimeError:  # what was loaded in inference mode counts no versions
+            return now.data_ptr(), 0, now.dtype
 
     def _sample(self, parameter: torch.Tensor) -> torch.Tensor:
         values = parameter.detach()

@@ -47,6 +47,16 @@ class Watched:
         return self.watch.reason()
 
 
+def test_a_module_loaded_in_inference_mode_is_watched():
+    with torch.inference_mode():
+        module = nn.Linear(4, 4).eval()
+    watched = ModuleWatch(module)
+    assert watched.look_closer() is None
+    with torch.inference_mode():
+        module.weight.mul_(2)
+    assert "weights differ" in (watched.look_closer() or "")
+
+
 def test_a_swap_alone_needs_no_second_look():
     watched = Watched()
     assert [watched.watch.reason() for _ in range(20)] == [None] * 20

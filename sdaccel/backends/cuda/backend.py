@@ -100,8 +100,11 @@ class Cuda(Backend):
     # building
 
     def build(self, job: BuildJob, folder: Path) -> Built:
+        from sdaccel.backends.cuda.executor import plain_torch
+
         try:
-            return self._build(job, folder)
+            with plain_torch(self.where()):
+                return self._build(job, folder)
         except RuntimeError as error:  # of torch and the driver
             traceback.clear_frames(error.__traceback__)
             full = isinstance(error, torch.cuda.OutOfMemoryError)
@@ -190,7 +193,7 @@ class Cuda(Backend):
         inputs: Sequence[TensorSpec],
         shared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> LoadedEngine:
-        from sdaccel.backends.cuda.executor import Executor, ordinary_tensors
+        from sdaccel.backends.cuda.executor import Executor, plain_torch
         from sdaccel.backends.cuda.launch import CACHE
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.plan import ExecutionPlan
@@ -208,7 +211,7 @@ class Cuda(Backend):
         CACHE.folder = weights.parent / CUBIN_CACHE
         device = self.where()
         try:
-            with ordinary_tensors():  # the module's parameters among them, which autograd may want later
+            with plain_torch(device):  # the module's parameters among them, which autograd may want later
                 tensors = load_weights(plan, weights, dtype, device, shared)
                 executor = Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent)
         except torch.cuda.OutOfMemoryError as error:

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,9 +172,16 @@ def _turns_of(index: int) -> _Turns:
 
 
 @contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """No gradients; and what is made inside a host's inference mode can be written to outside of it."""
-    with torch.inference_mode(False), torch.no_grad():
+def plain_torch(device: torch.device) -> Iterator[None]:
+    """No gradients, and nothing of what the host may have set: autocast, a default device, inference mode, whose
+    tensors could not be written to outside of it."""
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device.type):
+            modes.enter_context(torch.autocast(device.type, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
         yield
 
 
@@ -244,7 +251,7 @@ class Executor:
             if name not in self.plan.inputs and name not in self.plan.optional:
                 raise UnsupportedCall(f"the plan has no input {name}.")
         wanted = tuple(self.plan.outputs if outputs is None else outputs)
-        with ordinary_tensors():
+        with plain_torch(self.device):
             if self._turns is None:
                 return self._step_by_step(self._given(inputs), wanted)
             with self._turns.lock, torch.cuda.device(self.device):
@@ -274,7 +281,7 @@ class Executor:
     def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
         """Runs once, measuring the tactics of every step; returns what was chosen. Raises BackendError."""
         given = self._given(inputs)
-        with ordinary_tensors(), self._turns.lock if self._turns else threading.Lock():
+        with plain_torch(self.device), self._turns.lock if self._turns else threading.Lock():
             try:
                 self._chooser.scouted = []
                 self._step_by_step(given, self.plan.outputs)
@@ -290,7 +297,7 @@ class Executor:
         """What would run each step at these shapes."""
         given = self._given(inputs)
         self._chooser.choices = []
-        with ordinary_tensors(), self._turns.lock if self._turns else threading.Lock():
+        with plain_torch(self.device), self._turns.lock if self._turns else threading.Lock():
             self._step_by_step(given, self.plan.outputs)
         return list(self._chooser.choices)
 
@@ -301,7 +308,7 @@ class Executor:
         alone.
         """
         given = self._given(inputs)
-        with ordinary_tensors(), self._turns.lock if self._turns else threading.Lock():
+        with plain_torch(self.device), self._turns.lock if self._turns else threading.Lock():
             expected = self._step_by_step(given, self.plan.outputs)
             found = [self.run(given) for _ in range(replays)]
         return max(relative_error(each[name], expected[name]) for each in found for name in expected)

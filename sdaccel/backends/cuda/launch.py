@@ -86,9 +86,13 @@ class KernelCache:
             self._write(key, cubin)
         with self._lock:
             self._known[key] = cubin
-            for recorder in self._recorders:
-                recorder[key] = cubin
-            return cubin
+        self.used(key)
+        return cubin
+
+    def used(self, key: str) -> None:
+        """Tells those who record that this cubin, known by now, is run."""
+        for recorder in self._recorders:
+            recorder[key] = self._known[key]
 
     def compile_all(self, wanted: Iterable[tuple[str, nvrtc.Defines]], arch: str) -> None:
         """Compiles what is not known yet on all cores. What does not compile is left to `get`, which says why."""
@@ -109,11 +113,11 @@ class KernelCache:
     def recording(self) -> Iterator[dict[str, bytes]]:
         """Collects the cubins that are asked for inside."""
         found: dict[str, bytes] = {}
-        self._recorders.append(found)
+        self._recorders = [*self._recorders, found]
         try:
             yield found
         finally:
-            self._recorders.remove(found)
+            self._recorders = [other for other in self._recorders if other is not found]
 
     def _read(self, key: str) -> bytes | None:
         if self.folder is None:
@@ -171,8 +175,9 @@ class Long:
 class Kernel:
     """One entry point of one cubin, loaded on one device."""
 
-    def __init__(self, name: str, function: Any):
+    def __init__(self, name: str, function: Any, key: str):
         self.name = name
+        self.key = key
         self._function = function
         self._shared = 48 << 10
 
@@ -242,17 +247,19 @@ def kernel(file: str, entry: str, defines: nvrtc.Defines) -> Kernel:
             found = _loaded.get(name)
             if found is None:
                 found = _loaded[name] = _load(file, entry, defines)
+    CACHE.used(found.key)  # loaded for another engine before, perhaps
     return found
 
 
 def _load(file: str, entry: str, defines: nvrtc.Defines) -> Kernel:
     driver = _driver()
-    cubin = CACHE.get(nvrtc.Source.read(file), defines, Device.current().arch)
+    source, arch = nvrtc.Source.read(file), Device.current().arch
+    cubin = CACHE.get(source, defines, arch)
     torch.cuda.set_device(torch.cuda.current_device())  # makes torch's context current in this thread
     where = f"{file}: {entry}"
     (module,) = _check(driver.cuModuleLoadData(cubin), where)
     (function,) = _check(driver.cuModuleGetFunction(module, entry.encode()), where)
-    return Kernel(entry, function)
+    return Kernel(entry, function, nvrtc.key(source, defines, arch))
 
 
 def _argument(value: Any) -> Any:

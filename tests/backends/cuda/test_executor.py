@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from sdaccel.backends.cuda.backend import PROMPT as PROMPT_INPUTS
 from sdaccel.backends.cuda.executor import Executor
+from sdaccel.backends.cuda.launch import KernelCache
 from sdaccel.backends.cuda.load_weights import load_weights
 from sdaccel.backends.cuda.lower import lower
 from sdaccel.backends.cuda.plan import CONSTANTS, PLAN, ExecutionPlan
@@ -123,6 +124,29 @@ def test_weights_that_are_missing_are_named(exported, tmp_path):
     plan = plan_of(exported("vae_decoder"))
     with pytest.raises(EngineBroken, match="does not hold"):
         load_weights(plan, tmp_path, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_what_the_host_has_set_changes_nothing(exported, mode):
+    model = exported("vae_decoder")
+    executor = executor_of(model)
+    inputs = component_spec(model.component, model.config).random_inputs({"batch": 1, "height": 8, "width": 8})
+    expected = executor.run(inputs)["image"]
+    with mode():
+        found = executor.run(inputs)["image"]
+    assert torch.equal(found, expected) and not found.is_inference()
+
+
+def test_every_recording_gets_what_is_used():
+    cache = KernelCache()
+    cache.add("key", b"cubin")
+    with cache.recording() as outer:
+        with cache.recording() as inner:
+            pass
+        cache.used("key")
+    assert outer == {"key": b"cubin"} and not inner
 
 
 def test_an_unknown_input_is_refused(exported):
