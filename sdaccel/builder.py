@@ -72,6 +72,8 @@ def build_engines(
     backend = pick_backend(config.backend)
     if config.timing_cache is not None and not backend.tunes:
         raise SettingError(f"the backend {backend.name} measures nothing, so it has no use for a timing cache.")
+    if config.timing_cache is not None and not config.timing_cache.absolute().parent.is_dir():
+        raise SettingError(f"the folder of the timing cache {config.timing_cache} is not there.", hint="Make it first.")
     report = progress or (lambda stage, fraction: None)
     entries = []
     for index, component in enumerate(chosen):

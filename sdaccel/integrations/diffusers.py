@@ -275,6 +275,10 @@ class Accelerated:
         self.exact = frozenset(faults)
         try:
             result = call()
+        except torch.cuda.OutOfMemoryError:
+            for component, fault in faults.items():
+                report.fail(f"{component} gives {fault}, and in float32 it does not fit into the GPU's memory.")
+            return result
         finally:
             self.exact = frozenset()
         for component, fault in self.checks.faults().items():

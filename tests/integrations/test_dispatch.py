@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -15,8 +16,9 @@ import torch
 import sdaccel
 from sdaccel.engine.store import Store
 from sdaccel.errors import BackendError, EngineBroken, ProfileError, SdaccelError, UnsupportedCall
+from sdaccel.integrations.diffusers import Accelerated
 from sdaccel.profile import ImageProfile, Range
-from sdaccel.runtime import ExecutionContext
+from sdaccel.runtime import ExecutionContext, RunReport
 from tests import pipelines
 from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
 from tests.tolerances import PIPELINE_MAX_ABS
@@ -174,6 +176,19 @@ def test_an_engine_that_gives_rubbish_is_redone_by_torch(component, value, name,
     assert reasons(pipe) == {component: f"the output was {name}: computed again by torch in float32."}
     report = pipe.sdaccel.last_report
     assert report.ok and report.components[component].torch_calls == report.components[component].calls > 0
+
+
+def test_a_repetition_that_does_not_fit_leaves_the_first_result():
+    host = Accelerated(SimpleNamespace(), fallback=True)
+    host.checks.faults = lambda: {"unet": "NaN"}
+
+    def call():
+        assert host.exact == {"unet"}
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    report = RunReport()
+    assert host._repeated("first", call, lambda: None, report) == "first"
+    assert not report.ok and "memory" in report.failed[0] and not host.exact
 
 
 def test_rubbish_without_fallback_raises(accelerated, monkeypatch):

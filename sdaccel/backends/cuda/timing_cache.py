@@ -151,7 +151,7 @@ def _read(path: Path, device: Mapping[str, str]) -> TacticTable:
     if document["format"] != FORMAT:
         raise ValueError(f"format {document['format']!r} is not {FORMAT}")
     if document["device"] != dict(device):
-        other = " ".join(map(str, document["device"].values()))
+        other = " ".join(map(str, dict(document["device"]).values()))
         raise SettingError(
             f"{path} was measured on another device ({other}).", hint="Build without it: it is measured anew."
         )

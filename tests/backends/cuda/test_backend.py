@@ -193,6 +193,12 @@ def test_a_timing_cache_is_not_ignored_by_a_backend_without_one(tmp_path):
         build_engines(open_checkpoint(pipelines.make("sd1")), config, Store(tmp_path))
 
 
+def test_a_timing_cache_without_a_folder_is_refused_before_anything_is_measured(on_cpu, tmp_path):
+    config = BuilderConfig(("vae_decoder",), timing_cache=tmp_path / "nowhere" / "times.json")
+    with pytest.raises(SettingError, match="nowhere"):
+        build_engines(open_checkpoint(pipelines.make("sd1")), config, Store(tmp_path))
+
+
 def test_an_engine_slower_than_torch_is_left_out_and_named(on_cpu, store, monkeypatch):
     (entry,) = build(store)
     assert slower_than_torch(entry) is None

@@ -70,7 +70,10 @@ def test_processes_do_not_lose_each_other_s_measurements(tmp_path):
     assert len(TimingCache(tmp_path / "timing.json", H200).measured) == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"format": 1, "device": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"format": 1, "device": {}}', b'{"format": 1, "device": 2}'],
+)
 def test_a_damaged_file_is_a_miss(tmp_path, content):
     path = tmp_path / "timing.json"
     path.write_bytes(content)
