@@ -20,6 +20,13 @@ def _whole_number(text: str) -> int:
     return number
 
 
+def _counting_number(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 @dataclass(frozen=True)
 class Setting:
     name: str
@@ -49,7 +56,7 @@ STORE = Setting(
 MODEL = Setting("SDACCEL_MODEL", None, str, "a path", "the model used when a command names none")
 BACKEND = Setting("SDACCEL_BACKEND", "auto", str, "a backend's name", "the backend used when none is named")
 THREADS = Setting("SDACCEL_THREADS", 0, _whole_number, "a whole number", "CPU threads an engine uses; 0: one a core")
-GRAPHS = Setting("SDACCEL_GRAPHS", 8, _whole_number, "a whole number", "CUDA graphs (one a shape) an engine keeps")
+GRAPHS = Setting("SDACCEL_GRAPHS", 8, _counting_number, "a number from 1", "CUDA graphs (one a shape) an engine keeps")
 DEBUG = Setting("SDACCEL_DEBUG", 0, _whole_number, "a whole number", "1 stages, 2 fusions and tactics, 3 launches")
 
 TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, DEBUG)

@@ -41,3 +41,10 @@ def test_every_variable_that_the_code_reads_is_in_the_table():
         used = set(re.findall(r"""environ[^\n]*["'](SDACCEL_[A-Z]+)""", path.read_text(encoding="utf-8")))
         assert used <= names, path
     assert all(re.fullmatch(r"SDACCEL_[A-Z_]+", name) for name in names)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "few"])
+def test_an_engine_keeps_a_graph_at_least(monkeypatch, text):
+    monkeypatch.setenv("SDACCEL_GRAPHS", text)
+    with pytest.raises(SettingError, match=f"SDACCEL_GRAPHS='{text}' is not a number from 1"):
+        settings.GRAPHS.value()
