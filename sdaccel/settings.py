@@ -57,6 +57,13 @@ MODEL = Setting("SDACCEL_MODEL", None, str, "a path", "the model used when a com
 BACKEND = Setting("SDACCEL_BACKEND", "auto", str, "a backend's name", "the backend used when none is named")
 THREADS = Setting("SDACCEL_THREADS", 0, _whole_number, "a whole number", "CPU threads an engine uses; 0: one a core")
 GRAPHS = Setting("SDACCEL_GRAPHS", 8, _counting_number, "a number from 1", "CUDA graphs (one a shape) an engine keeps")
+SPIN_LIMIT = Setting(
+    "SDACCEL_SPIN_LIMIT",
+    0,
+    _whole_number,
+    "a whole number",
+    "milliseconds after which a kernel that waits gives up with an error; 0: never",
+)
 DEBUG = Setting("SDACCEL_DEBUG", 0, _whole_number, "a whole number", "1 stages, 2 fusions and tactics, 3 launches")
 
-TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, DEBUG)
+TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, SPIN_LIMIT, DEBUG)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from sdaccel import bench
+from sdaccel import bench, eager
 from sdaccel.engine.store import Store
 
 
@@ -77,7 +77,7 @@ def test_the_torch_module_of_a_bench_is_the_model(tiny_store):
     entry = next(e for e in store.list() if e.engine.component == "unet")
     opened = store.open_engine(entry.key)
     module = bench.torch_module(entry, opened.weights[0])
-    ours = bench._eager(module, "unet")
+    ours = eager.calls(module, "unet")
     plain = UNet2DConditionModel.from_pretrained(tiny_store.model / "unet").eval()
     inputs = component_spec("unet", entry.engine.config).random_inputs(
         {"batch": 2, "height": 8, "width": 8, "tokens": 77}

@@ -16,7 +16,7 @@ PACKAGE = Path(sdaccel.__file__).parent
 RANKS = [
     {"errors", "settings", "profile", "resources", "progress", "__init__"},
     {"models", "engine", "presets"},
-    {"export", "graph", "backends"},
+    {"export", "graph", "backends", "eager"},
     {"builder", "runtime", "adapters"},
     {"integrations", "jobs", "quality", "listing", "model_choice"},
     {"bench", "generate", "page", "verify", "quickstart", "doctor"},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sdaccel import settings
 from sdaccel.backends.cuda.launch import Device, TensorMap
 
 ELEMENTS = {torch.float16: "half_t", torch.bfloat16: "bf16_t"}
@@ -23,6 +23,12 @@ MULTICAST = False
 
 _OVERHEAD = 2048
 """bytes of shared memory beside the blocks: alignment and barriers"""
+
+
+def spin_limit() -> dict[str, object]:
+    """The macro that ends waits which last too long; the tests' safety net."""
+    milliseconds = settings.SPIN_LIMIT.value()
+    return {settings.SPIN_LIMIT.name: milliseconds} if milliseconds else {}
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,7 @@ class Tile:
             "MULTICAST": int(self.multicast),
             "SPLIT": self.split,
         }
-        limit = os.environ.get("SDACCEL_SPIN_LIMIT")  # milliseconds after which a wait traps; the tests' safety net
-        return found | ({"SDACCEL_SPIN_LIMIT": int(limit)} if limit else {})
+        return found | spin_limit()
 
     def grid(self, device: Device, tiles_m: int, tiles_n: int) -> int:
         """blocks"""

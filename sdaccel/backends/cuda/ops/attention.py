@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sdaccel.backends.cuda.gemm import spin_limit
 from sdaccel.backends.cuda.launch import Device, Long, TensorMap, kernel
 from sdaccel.backends.cuda.ops import softmax
 from sdaccel.backends.cuda.tactic import Tactic
@@ -222,14 +222,13 @@ class CrossSm90:
         return f"cross-wgmma<keys={self.keys},stages={self.stages},blocks={self.blocks}>"
 
     def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
-        limit = os.environ.get("SDACCEL_SPIN_LIMIT")
         return {
             "SDACCEL_T": _ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "KEYS": self.keys,
             "STAGES": self.stages,
             "MIN_BLOCKS": self.blocks,
-            **({"SDACCEL_SPIN_LIMIT": int(limit)} if limit else {}),
+            **spin_limit(),
         }
 
     def shared(self, head_dim: int) -> int:
@@ -330,7 +329,6 @@ class FlashSm90:
         return 64 * self.warpgroups
 
     def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
-        limit = os.environ.get("SDACCEL_SPIN_LIMIT")  # milliseconds after which a wait traps; the tests' safety net
         return {
             "SDACCEL_T": _ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
@@ -341,7 +339,7 @@ class FlashSm90:
             "TURNS": int(self.turns and self.warpgroups > 1),
             "POLYNOMIAL": self.polynomial,
             "SPLIT": int(self.split),
-            **({"SDACCEL_SPIN_LIMIT": int(limit)} if limit else {}),
+            **spin_limit(),
         }
 
     def query_stages(self, head_dim: int) -> int:
