@@ -384,17 +384,16 @@ class Executor:
 
     def _capture(self, inputs: Mapping[str, Tensor], wanted: tuple[str, ...]) -> _Captured:
         assert self._turns is not None
-        static = {name: torch.empty_like(value).copy_(value) for name, value in inputs.items()}
+        layouts = {name: torch.preserve_format if x.dim() == 4 else torch.contiguous_format for name, x in inputs.items()}
+        static = {name: x.clone(memory_format=layouts[name]) for name, x in inputs.items()}
         first = {name for step in self.plan.prologue for name in step.inputs if name in static}
         prompt = {name: torch.ones(1, dtype=torch.int32, device=self.device) for name in first}
-        here = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        side.wait_stream(here)
-        with (
-            torch.cuda.stream(side),
-            dependent_launches(self.dependent),
-        ):  # compiles kernels and makes handles and plans, none of which a capture may
+        # Compiles kernels and makes handles and plans, none of which a capture may. Not on the capture's stream: cuBLAS
+        # has a workspace a stream, and one made before the capture lies in memory that torch may free (torch.compile
+        # makes it do so) while the graph still writes there.
+        with dependent_launches(self.dependent):
             self._step_by_step(static, wanted, prompt)
+        side = torch.cuda.Stream()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional)}
