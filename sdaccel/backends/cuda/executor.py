@@ -384,8 +384,7 @@ class Executor:
 
     def _capture(self, inputs: Mapping[str, Tensor], wanted: tuple[str, ...]) -> _Captured:
         assert self._turns is not None
-        layouts = {name: torch.preserve_format if x.dim() == 4 else torch.contiguous_format for name, x in inputs.items()}
-        static = {name: x.clone(memory_format=layouts[name]) for name, x in inputs.items()}
+        static = {name: value.clone() if value.dim() == 4 else _dense(value) for name, value in inputs.items()}
         first = {name for step in self.plan.prologue for name in step.inputs if name in static}
         prompt = {name: torch.ones(1, dtype=torch.int32, device=self.device) for name in first}
         # Compiles kernels and makes handles and plans, none of which a capture may. Not on the capture's stream: cuBLAS
@@ -427,6 +426,10 @@ def _laid_out(inputs: Mapping[str, Tensor]) -> Values:
         name: value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
         for name, value in inputs.items()
     }
+
+
+def _dense(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _plain(value: Tensor | None) -> Tensor:
