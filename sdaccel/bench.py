@@ -165,6 +165,8 @@ def bench(
                 store, chosen, entry, number, shape, repeats, warmup, compiled, overhead and name == "unet"
             )
             results.results.append(result)
+            if compiled:
+                torch._dynamo.reset()  # its graphs hold memory too
             gc.collect()  # the engine and the module go before the next ones come
     report("done", 1.0)
     return results

@@ -239,7 +239,7 @@ def _check(
         weights.file(FILE),
         layout(weights),
         limit=limit,
-        device=_roomy(backend, component, weights),
+        device=check_device(backend, component, weights),
     )
     gc.collect()
     return {
@@ -269,14 +269,15 @@ def _speed(
     module = load_module(spec, weights.file(FILE), layout(weights))
     try:
         eager.as_used_on_a_gpu(module, dtype)
-        inputs = eager.inputs_on_a_gpu(spec.random_inputs(profile.opt()), dtype)
+        with torch.device("cpu"):
+            inputs = eager.inputs_on_a_gpu(spec.random_inputs(profile.opt()), dtype)
         plain = eager.calls(module, component)
         with torch.no_grad():
             times = {
                 "engine": eager.gpu_milliseconds(lambda: loaded[0].run(inputs)),
                 "torch": eager.gpu_milliseconds(lambda: plain(inputs)),
             }
-    except (torch.cuda.OutOfMemoryError, BackendError):
+    except (RuntimeError, BackendError):  # out of memory, or a GPU that torch cannot use for this
         return None
     finally:
         del module
@@ -310,7 +311,7 @@ def built_elsewhere(checkpoint: Checkpoint, component: str, backend: Backend, st
     return f"the engine {others[0].key[:12]} of {component} was built for {changes}"
 
 
-def _roomy(backend: Backend, component: str, weights: Entry) -> str:
+def check_device(backend: Backend, component: str, weights: Entry) -> str:
     """The backend's device if it has room for torch in float32, else the CPU, where text encoders are fast enough."""
     device = backend.device_type()
     if device == "cuda" and not component.startswith("text") and torch.cuda.mem_get_info()[0] > 4 * weights.nbytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sdaccel.backends.base import Backend, pick_backend
-from sdaccel.builder import COMPONENT_LIMITS
+from sdaccel.builder import COMPONENT_LIMITS, check_device
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ExportError
@@ -179,6 +179,7 @@ def _check_engine(store: Store, backend: Backend, entry: Entry) -> list[ShapeChe
             layout(weights),
             shapes=shapes,
             limit=math.inf,
+            device=check_device(backend, engine.component, weights),
         )
         return [
             ShapeCheck(engine.component, entry.key, dict(shape), result.error, limit)

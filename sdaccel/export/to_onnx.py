@@ -373,13 +373,20 @@ def _quiet() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _plain_torch() -> Iterator[None]:
     """float32 on the CPU, whatever default type, device, autocast or grad mode the host has set."""
-    before = torch.get_default_dtype()
+    before = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.set_default_dtype(torch.float32)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        with (
+            torch.inference_mode(False),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
+            torch.device("cpu"),
+        ):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(before[0])
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before[1:]
 
 
 # --- the graph and its weights ----------------------------------------------------------------------------------------

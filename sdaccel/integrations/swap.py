@@ -217,6 +217,10 @@ class Swap:
 
     def _check(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watch, wanted = self.watch, target.context.device
+        if wanted == "cuda" and _offloads(self.module):
+            raise UnsupportedCall(
+                "the pipeline offloads its modules to the CPU, engines keep their weights on the GPU (pipe.to('cuda'))."
+            )
         if watch.device != wanted:
             name = target.context.backend.name
             raise UnsupportedCall(f"the pipeline is on {watch.device}, the backend {name} on {wanted}.")
@@ -282,6 +286,12 @@ class Swap:
             for parameter, data in halves:
                 parameter.data = data
             self._bypass.on = False
+
+
+def _offloads(module: nn.Module) -> bool:
+    """Whether a hook of the accelerate library moves the module's weights between its calls."""
+    hook = getattr(module, "_hf_hook", None)
+    return type(hook).__name__ == "CpuOffload" or bool(getattr(hook, "offload", False))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

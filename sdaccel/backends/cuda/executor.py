@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,9 @@ class Chooser:
         """Where it holds 0, the step's result of the last call still stands."""
         self.choices: list[StepChoice] = []
         self.scouted: list[tuple[str, Mapping[str, Any]]] | None = None
-        """While it is a list: the sources of all tactics are collected here, and torch runs."""
+        """While it is a list: the sources of tactics are collected here, and torch runs."""
+        self.known = TacticTable()
+        """What need not be measured: of the others alone sources are wanted."""
         self._weights = {weight.data_ptr() for weight in weights}
         self._moved: dict[Any, Tensor] = {}
 
@@ -73,10 +75,12 @@ class Chooser:
 
     def run(self, op: Any, *tensors: Tensor | None, **attributes: Any) -> Any:
         tactics = op.tactics(self.device, *tensors, **attributes)
-        if self.scouted is not None:
-            self.scouted += [source for tactic in tactics for source in tactic.sources]
-            return next((tactic for tactic in tactics if tactic.name == "torch"), tactics[-1]).run()
         signature = self._signature(op, tensors, attributes)
+        if self.scouted is not None:
+            known = self.known.get(signature)
+            wanted = [tactic for tactic in tactics if known is None or tactic.name == known.tactic] or tactics
+            self.scouted += [source for tactic in wanted for source in tactic.sources]
+            return next((tactic for tactic in tactics if tactic.name == "torch"), tactics[-1]).run()
         if self.tuner is None:
             measured = self.table.get(signature) or self.table.nearest(signature)
         elif len(tactics) == 1:
@@ -283,7 +287,7 @@ class Executor:
         given = self._given(inputs)
         with plain_torch(self.device), self._turns.lock if self._turns else threading.Lock():
             try:
-                self._chooser.scouted = []
+                self._chooser.scouted, self._chooser.known = [], tuner.cache
                 self._step_by_step(given, self.plan.outputs)
                 if self._chooser.scouted:
                     CACHE.compile_all(self._chooser.scouted, self._described.arch)
@@ -316,10 +320,12 @@ class Executor:
     def forget(self) -> None:
         """Lets go of all graphs and their memory."""
         if self._turns is not None:
-            torch.cuda.synchronize(self.device)
+            with suppress(RuntimeError):  # of a GPU that is in error for good
+                torch.cuda.synchronize(self.device)
             self._captured.clear()
             gc.collect()
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     # step by step
 

@@ -236,6 +236,16 @@ def test_without_a_gpu_the_reason_is_told():
         base.pick_backend("cuda")
 
 
+def test_offloading_and_engines_exclude_each_other(on_cpu, store, monkeypatch):
+    from accelerate.hooks import CpuOffload, add_hook_to_module
+
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["unet"])
+    monkeypatch.setattr(pipe.sdaccel.contexts["unet"], "device", "cuda")
+    add_hook_to_module(pipe.unet, CpuOffload("cpu"))
+    pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64, output_type="latent")
+    assert any("offloads its modules" in fallback.reason for fallback in pipe.sdaccel.last_report.fallbacks)
+
+
 def test_the_backend_is_where_the_pipeline_is(monkeypatch):
     class OnGpu(OnCpu):
         def device_type(self):
