@@ -30,7 +30,10 @@ FALLBACK_ERRORS = (UnsupportedCall, ProfileError, EngineBroken, EngineNotFound, 
 
 @dataclass
 class ComponentRun:
-    """What ran of one component: calls through engines and calls through torch, in milliseconds of wall-clock time."""
+    """What ran of one component: calls through engines and through torch, in milliseconds of wall-clock time.
+
+    Of engines on a GPU it is the GPU's time: a call returns when its work is enqueued.
+    """
 
     engines: dict[str, list[str]] = field(default_factory=dict)
     """engine id → the profiles that ran"""
@@ -49,6 +52,22 @@ class Fallback:
     calls: int = 1
 
 
+class GpuTime:
+    """How long a GPU is at the work between two calls, which need not wait for it."""
+
+    def __init__(self) -> None:
+        self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def stop(self) -> GpuTime:
+        self._end.record()
+        return self
+
+    def milliseconds(self) -> float:
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end)
+
+
 class RunReport:
     """What really ran. `fallbacks` is empty when engines ran it all. Safe to write from several threads."""
 
@@ -59,12 +78,15 @@ class RunReport:
         self.failed: list[str] = []
         """Outputs that stayed unusable (NaN, infinite or constant) after the retry: not an image to keep."""
         self._lock = threading.Lock()
+        self._running: list[tuple[str, GpuTime]] = []
 
     @property
     def ok(self) -> bool:
         return not self.failed
 
-    def ran_engine(self, component: str, engine: str, backend: str, profile: str, milliseconds: float) -> None:
+    def ran_engine(
+        self, component: str, engine: str, backend: str, profile: str, milliseconds: float | GpuTime
+    ) -> None:
         with self._lock:
             run = self.components.setdefault(component, ComponentRun())
             profiles = run.engines.setdefault(engine, [])
@@ -72,7 +94,17 @@ class RunReport:
                 profiles.append(profile)
             run.backend = backend
             run.calls += 1
-            run.milliseconds += milliseconds
+            if isinstance(milliseconds, GpuTime):
+                self._running.append((component, milliseconds))
+            else:
+                run.milliseconds += milliseconds
+
+    def settle(self) -> None:
+        """Waits for calls that a GPU is still at, and adds their times."""
+        with self._lock:
+            running, self._running = self._running, []
+            for component, time_on_gpu in running:
+                self.components[component].milliseconds += time_on_gpu.milliseconds()
 
     def ran_torch(self, component: str, milliseconds: float, adapters: Sequence[str] = ()) -> None:
         with self._lock:
@@ -100,6 +132,7 @@ class RunReport:
                 self.failed.append(text)
 
     def to_json(self) -> dict[str, Any]:
+        self.settle()
         with self._lock:
             return {
                 "ok": self.ok,
@@ -110,6 +143,7 @@ class RunReport:
             }
 
     def __str__(self) -> str:
+        self.settle()
         lines = []
         with self._lock:
             for name, run in self.components.items():
@@ -188,17 +222,26 @@ class ExecutionContext:
             candidate, engine = self._ready(inputs)
             for key, error in self._broken.items():
                 report.note(f"{self.component}: the engine {key[:12]} is left out: {error}")
+            clock = GpuTime() if self.device == "cuda" else None
             start = time.perf_counter()
             results = engine.run(inputs, outputs, candidate.index)
-            milliseconds = (time.perf_counter() - start) * 1e3
-        report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, milliseconds)
+            elapsed = (time.perf_counter() - start) * 1e3 if clock is None else clock.stop()
+        report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, elapsed)
         return results
 
     def renew(self) -> None:
-        """The host's module may have been edited: engines keep nothing that they computed before."""
+        """The host's module may have been edited: engines keep nothing that they computed before.
+
+        One whose module's weights are elsewhere now (moved to the CPU, and back) is let go of, and with it the memory
+        that the two shared; it is loaded again when it is next needed.
+        """
         with self._lock:
-            for engine in self._loaded.values():
-                engine.renew()
+            parameters = self.shared() if self.shared is not None else {}
+            for plan, engine in list(self._loaded.items()):
+                if engine.shares_no_longer(parameters):
+                    del self._loaded[plan]
+                else:
+                    engine.renew()
 
     def _ready(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Candidate, LoadedEngine]:
         """The engine to run, loaded. One that turns out to be broken is left out from then on."""

@@ -60,6 +60,10 @@ class LoadedEngine(ABC):
         Raises BackendError.
         """
 
+    def shares_no_longer(self, parameters: Mapping[str, torch.nn.Parameter]) -> bool:
+        """Whether the weights that it shared with the host's module are at other places of the memory now."""
+        return False
+
     def renew(self) -> None:
         """Values kept from earlier calls are computed again: weights that the host shares may have been edited."""
         return

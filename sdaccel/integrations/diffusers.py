@@ -252,6 +252,7 @@ class Accelerated:
                 if restore is not None:
                     result = self._repeated(result, call, restore, report)
                 self._check_in_place(report)
+                report.settle()
                 return result
             finally:
                 running.pipelines.pop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class ModuleWatch:
         self._adapter_layers: list[nn.Module] = []
         self._attentions = [part for part in self._parts if hasattr(part.module, "processor")]
         self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
+        read_at_once([weight for weight in self._weights if weight.on_gpu()])
         for weight in self._weights:
             weight.remember()
         self._looked = self._looked_closer = self._glanced = -math.inf
@@ -221,6 +222,7 @@ class ModuleWatch:
         suspects = [weight for weight in self._weights if weight.suspect()]
         if not suspects:
             return None
+        read_at_once([weight for weight in suspects if weight.on_gpu()])
         findings = [(weight, weight.compare()) for weight in suspects]
         rounded = any(finding == ROUNDED for _, finding in findings)
         edited = []
@@ -430,6 +432,8 @@ class _Weight:
         "_last",
         "_now",
         "_parameters",
+        "_places",
+        "_reading",
         "_seen",
         "_shared",
         "_sum",
@@ -445,18 +449,22 @@ class _Weight:
         self._parameters = parameters
         self._key = key
         self._shared: int | None = None
+        self._reading: tuple[int, torch.Tensor] | None = None
+        """Sum and samples of the present values, where they have been read already."""
         parameter = parameters[key]
         assert parameter is not None
         self.shape = tuple(parameter.shape)
         count = max(parameter.numel(), 1)
         flat = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64).round().long()
+        self._places = flat
         self._index = torch.unravel_index(flat, self.shape) if self.shape else ()
 
     def remember(self) -> None:
         parameter = self._parameters[self._key]
         assert parameter is not None
-        self._now = self._values = self._sample(parameter)
-        self._bits = self._sum = (parameter.dtype, _sum_of_bits(parameter))
+        total, self._now = self._read(parameter)
+        self._values = self._now
+        self._bits = self._sum = (parameter.dtype, total)
         self._seen: tuple[Any, ...] | None = self._state(parameter)
         self.accept()
 
@@ -497,8 +505,8 @@ class _Weight:
         self._finding = EDITED
 
     def _compare(self, now: torch.Tensor) -> str:
-        self._bits = (now.dtype, _sum_of_bits(now))
-        self._now = values = self._sample(now)
+        total, values = self._read(now)
+        self._bits, self._now = (now.dtype, total), values
         exact = torch.equal(values, self._values)
         rounded = not exact and any(torch.equal(values, form) for form in self._rounded())
         if not exact and not rounded:
@@ -520,17 +528,50 @@ class _Weight:
         except RuntimeError:  # what was loaded in inference mode counts no versions
             return now.data_ptr(), 0, now.dtype
 
-    def _sample(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _read(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Sum over the bits and samples."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            return reading
         values = parameter.detach()
-        return (values[self._index] if self.shape else values).to("cpu", torch.float32)
+        samples = (values[self._index] if self.shape else values).to("cpu", torch.float32)
+        return int(_sum_of_bits(parameter)), samples
+
+    def on_gpu(self) -> bool:
+        now = self.now()
+        return now is not None and now.is_cuda and bool(self.shape) and tuple(now.shape) == self.shape
+
+    def enqueue_reading(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum and samples, still on the device."""
+        now = self.now()
+        assert now is not None
+        if self._places.device != now.device:
+            self._places = self._places.to(now.device)
+        return _sum_of_bits(now).to(torch.int64), now.detach().take(self._places).float()
+
+    def has_read(self, total: int, samples: torch.Tensor) -> None:
+        self._reading = total, samples
+
+
+def read_at_once(weights: Sequence[_Weight]) -> None:
+    """Reads weights of a GPU with one wait for all of them."""
+    by_device: dict[torch.device, list[_Weight]] = {}
+    for weight in weights:
+        by_device.setdefault(weight.now().device, []).append(weight)  # type: ignore[union-attr]
+    for group in by_device.values():
+        sums, samples = zip(*(weight.enqueue_reading() for weight in group), strict=True)
+        totals = torch.stack(sums).tolist()
+        found = torch.cat(samples).cpu().split([len(sample) for sample in samples])
+        for weight, total, values in zip(group, totals, found, strict=True):
+            weight.has_read(total, values)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> int:
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The values as integers, summed modulo 2 to their width: whatever their order in memory, at memory speed."""
     if tensor.is_meta:
-        return 0
+        return torch.zeros((), dtype=torch.int64)
     kind = _INTEGERS[tensor.element_size()]
-    return int(tensor.detach().view(kind).sum(dtype=kind))
+    return tensor.detach().view(kind).sum(dtype=kind)

@@ -195,3 +195,18 @@ def test_patches_of_a_block_in_mid_generation(patch, accelerated):
     assert error(expected, images(plain("sd1"), "sd1")) > PIPELINE_MAX_ABS, "the patch changes nothing"
     assert same(images(pipe, "sd1"), expected)
     assert "forward of mid_block.resnets.0 has been replaced" in reasons(pipe)["unet"]
+
+
+def test_weights_read_at_once_are_read_as_one_by_one(monkeypatch):
+    """What is done for weights on a GPU, here on the CPU: layouts, types and edits are seen alike."""
+    unet = pipelines.make("sd1").unet
+    unet.conv_in.weight.data = unet.conv_in.weight.data.contiguous(memory_format=torch.channels_last)
+    singly = ModuleWatch(unet)
+    monkeypatch.setattr(watch._Weight, "on_gpu", lambda weight: bool(weight.shape))
+    together = ModuleWatch(unet)
+    for one, other in zip(singly._weights, together._weights, strict=True):
+        assert one._sum == other._sum and torch.equal(one._values, other._values), one.name
+    unet.to(torch.float16)
+    assert together.look_closer() is None
+    unet.to(torch.float32).conv_in.weight.data.mul_(2)
+    assert "conv_in.weight first" in together.look_closer()

@@ -243,6 +243,12 @@ class CudaEngine(LoadedEngine):
     ) -> dict[str, torch.Tensor]:
         return self.executor.run(inputs, outputs)
 
+    def shares_no_longer(self, parameters: Mapping[str, torch.nn.Parameter]) -> bool:
+        weights = self.executor.weights
+        return any(
+            name not in parameters or not _same_memory(parameters[name].data, weights[name]) for name in self.shared
+        )
+
     def renew(self) -> None:
         self.executor.renew()
 

@@ -236,6 +236,21 @@ def test_without_a_gpu_the_reason_is_told():
         base.pick_backend("cuda")
 
 
+def test_an_engine_whose_module_went_elsewhere_is_loaded_again(on_cpu, store):
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=store, components=["unet"])
+    call = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "latent"}
+    engines = []
+    for turn in range(3):
+        pipe(pipelines.PROMPT, **call)
+        assert not [fallback for fallback in pipe.sdaccel.last_report.fallbacks if fallback.component == "unet"]
+        engines.append(next(iter(pipe.sdaccel.contexts["unet"]._loaded.values())))
+        if turn == 1:  # as by .to("cpu") and back
+            for parameter in pipe.unet.parameters():
+                parameter.data = parameter.data.clone()
+    assert engines[0] is engines[1] is not engines[2]
+    assert engines[2].shared == engines[0].shared
+
+
 def test_offloading_and_engines_exclude_each_other(on_cpu, store, monkeypatch):
     from accelerate.hooks import CpuOffload, add_hook_to_module
 
