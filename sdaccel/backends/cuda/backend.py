@@ -7,6 +7,7 @@ precision of the engine, shared by all engines of a checkpoint.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ import torch
 
 from sdaccel import settings
 from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
+from sdaccel.eager import TYPES
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
 from sdaccel.errors import BackendError, EngineBroken
@@ -27,14 +29,13 @@ from sdaccel.profile import OptimizationProfile
 from sdaccel.resources import resource
 
 if TYPE_CHECKING:
-    from sdaccel.backends.cuda.timing_cache import TacticTable
+    from sdaccel.backends.cuda.timing_cache import TacticTable, TimingCache
     from sdaccel.backends.cuda.tuner import Tuner
 
 TACTICS = "tactics.json"
 CUBINS = "cubins.safetensors"
 CUBIN_CACHE = Path("cache", "cubins")
 """of the store, beside the times of the tuner: machine code of shapes that no engine was built for"""
-TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LEAST = (7, 5)
 
 _log = logging.getLogger("sdaccel.cuda")
@@ -122,7 +123,7 @@ class Cuda(Backend):
         from sdaccel.backends.cuda.launch import CACHE
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.lower import lower
-        from sdaccel.backends.cuda.timing_cache import TacticTable, TimingCache
+        from sdaccel.backends.cuda.timing_cache import TacticTable
         from sdaccel.graph.hoist import invariant
         from sdaccel.graph.optimize import optimize
 
@@ -138,7 +139,7 @@ class Cuda(Backend):
         dtype, device = TYPES[job.precision], self.where()
         weights = load_weights(plan, job.weights.path.parent, dtype, device)
         CACHE.folder = job.store.root / CUBIN_CACHE
-        cache = TimingCache(self._cache_path(job.store.root), {**self.device(), **self.versions()})
+        cache = self._timing_cache(job.store.root)
         if job.timing_cache is not None and job.timing_cache.exists():
             cache.take(job.timing_cache)
         tuner = self.tuner(cache)
@@ -180,9 +181,12 @@ class Cuda(Backend):
         }
         return Built((), details)
 
-    def _cache_path(self, root: Path) -> Path:
+    def _timing_cache(self, root: Path) -> TimingCache:
+        from sdaccel.backends.cuda.timing_cache import TimingCache
+
         identity = {**self.device(), **self.versions()}
-        return root / "cache" / f"timing-{hashlib.sha256(canonical_json(identity)).hexdigest()[:16]}.json"
+        digest = hashlib.sha256(canonical_json(identity)).hexdigest()
+        return TimingCache(root / "cache" / f"timing-{digest[:16]}.json", identity)
 
     # running
 
@@ -294,6 +298,7 @@ def random_inputs(model: Any, profile: OptimizationProfile, device: torch.device
     return inputs
 
 
+@functools.cache
 def kernels_version() -> str:
     """Changes with every byte of kernels/ and of the operators that launch them."""
     digest = hashlib.sha256()

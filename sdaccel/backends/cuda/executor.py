@@ -60,6 +60,7 @@ class Chooser:
         self.flag: Tensor | None = None
         """Where it holds 0, the step's result of the last call still stands."""
         self.choices: list[StepChoice] = []
+        """What the tuner chose."""
         self.scouted: list[tuple[str, Mapping[str, Any]]] | None = None
         """While it is a list: the sources of tactics are collected here, and torch runs."""
         self.known = TacticTable()
@@ -89,14 +90,13 @@ class Chooser:
             measured = self.tuner.choose(signature, op, tactics, tensors, attributes)
             self.table.put(signature, measured)
         tactic = _named(tactics, measured)
-        same = measured is not None and measured.tactic == tactic.name
-        microseconds = measured.microseconds if measured is not None and same else None
         if self.tuner is not None:
+            same = measured is not None and measured.tactic == tactic.name
+            microseconds = measured.microseconds if measured is not None and same else None
             result = tactic.run()
             operations, nbytes = work(signature.op, tensors, attributes, result)
             self.choices.append(StepChoice(self.step, signature, tactic.name, microseconds, operations, nbytes))
             return result
-        self.choices.append(StepChoice(self.step, signature, tactic.name, microseconds))
         if self.flag is not None:
             tactic = _skipping(op.tactics(self.device, *tensors, flag=self.flag, **attributes), measured) or tactic
         return tactic.run()
@@ -297,14 +297,6 @@ class Executor:
             finally:
                 self._chooser.scouted = self._chooser.tuner = None
 
-    def choices(self, inputs: Mapping[str, Tensor]) -> list[StepChoice]:
-        """What would run each step at these shapes."""
-        given = self._given(inputs)
-        self._chooser.choices = []
-        with plain_torch(self.device), self._turns.lock if self._turns else threading.Lock():
-            self._step_by_step(given, self.plan.outputs)
-        return list(self._chooser.choices)
-
     def replay_error(self, inputs: Mapping[str, Tensor], replays: int = 3) -> float:
         """The largest difference of any output between the steps, one by one, and replays of their graph.
 
@@ -334,7 +326,6 @@ class Executor:
     ) -> dict[str, Tensor]:
         values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional), **_laid_out(inputs)}
         keep = set(wanted)
-        self._chooser.choices = []
         self._run(self.plan.prologue, values, keep, flags)
         self._run(self.plan.steps, values, keep)
         return {name: _plain(values[name]) for name in wanted}

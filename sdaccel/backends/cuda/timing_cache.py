@@ -100,14 +100,7 @@ class TimingCache(TacticTable):
         self.path = path
         self.device = dict(device)
         self._guard = threading.Lock()
-        self.reload()
-
-    def reload(self) -> None:
-        try:
-            for signature, found in _read(self.path, self.device).measured.items():
-                self.put(signature, found)
-        except (OSError, ValueError, TypeError, KeyError, SettingError):
-            return
+        self._add_from_file()
 
     def save(self) -> None:
         """Merges with what others have written since. Raises StoreError."""
@@ -115,12 +108,13 @@ class TimingCache(TacticTable):
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with FileLock(self.path.with_suffix(".lock"), timeout=30):
-                    self.reload_others()
+                    self._add_from_file()
                     self.export(self.path)
             except (OSError, TimeoutError) as error:
                 raise StoreError(f"the timing cache {self.path} cannot be written: {error}.") from error
 
-    def reload_others(self) -> None:
+    def _add_from_file(self) -> None:
+        """What is in the file and not known here."""
         try:
             others = _read(self.path, self.device)
         except (OSError, ValueError, TypeError, KeyError, SettingError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from sdaccel.backends.cuda.launch import CACHE, Device
 from sdaccel.backends.cuda.ops import attention
 from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.errors import BackendError
+from tests.backends.cuda.checks import microseconds
 
 # name: (batch, heads, queries, keys, head dim)
 SHAPES = {
@@ -42,22 +42,6 @@ SHAPES = {
     "vae 16384 d512": (1, 1, 16384, 16384, 512),
 }
 CALLS = 20
-
-
-def microseconds(run: Callable[[], object], flush: torch.Tensor, calls: int = CALLS) -> float:
-    """Median, with a cold L2."""
-    run()
-    times = []
-    for _ in range(calls):
-        flush.zero_()
-        torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host launches all that follows
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(1000 * start.elapsed_time(end) for start, end in times)
 
 
 def sweep(device: Device, head_dim: int, queries: int, keys: int) -> list[tuple[Callable[..., Tensor], Any]]:

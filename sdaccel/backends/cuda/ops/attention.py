@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdaccel.backends.cuda.gemm import spin_limit
+from sdaccel.backends.cuda.gemm import ELEMENTS, spin_limit
 from sdaccel.backends.cuda.launch import Device, Long, TensorMap, kernel
 from sdaccel.backends.cuda.ops import softmax
 from sdaccel.backends.cuda.tactic import Tactic
@@ -34,8 +34,6 @@ CROSS_KEYS = 256
 
 HEAD_DIMS = (40, 64, 80, 160)
 """Those of the published UNets, which the kernels are tested with."""
-
-_ELEMENTS = {torch.float16: "half_t", torch.bfloat16: "bf16_t"}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *, heads: int, scale: float, causal: bool = False) -> Tensor:
@@ -128,7 +126,7 @@ class Cross:
 
     def defines(self, dtype: torch.dtype, head_dim: int, keys: int) -> dict[str, object]:
         return {
-            "SDACCEL_T": _ELEMENTS[dtype],
+            "SDACCEL_T": ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "KEYS": _padded(keys),
             "WARPS": self.warps,
@@ -195,7 +193,7 @@ def _run_cross(device: Device, parameters: Cross, q: Tensor, k: Tensor, v: Tenso
 def _fits(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> bool:
     """Whether our kernels can read these: 16-byte pieces everywhere."""
     return (
-        q.dtype in _ELEMENTS
+        q.dtype in ELEMENTS
         and head_dim in HEAD_DIMS
         and all(x.stride(-1) == 1 and x.data_ptr() % 16 == 0 for x in (q, k, v))
         and all(x.stride(i) % 8 == 0 for x in (q, k, v) for i in (0, 1))
@@ -223,7 +221,7 @@ class CrossSm90:
 
     def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
         return {
-            "SDACCEL_T": _ELEMENTS[dtype],
+            "SDACCEL_T": ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "KEYS": self.keys,
             "STAGES": self.stages,
@@ -330,7 +328,7 @@ class FlashSm90:
 
     def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
         return {
-            "SDACCEL_T": _ELEMENTS[dtype],
+            "SDACCEL_T": ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "WARPGROUPS": self.warpgroups,
             "KEYS": self.keys,
@@ -433,7 +431,7 @@ class FlashSm80:
 
     def defines(self, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
         return {
-            "SDACCEL_T": _ELEMENTS[dtype],
+            "SDACCEL_T": ELEMENTS[dtype],
             "HEAD_DIM": head_dim,
             "KEYS": self.keys,
             "WARPS": self.warps,
@@ -488,7 +486,7 @@ def _strides(*tensors: Tensor) -> list[int | Long]:
 
 
 def _gemm(device: Device, q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float) -> Iterator[Tactic]:
-    if heads > 1 or not q.is_cuda or q.dtype not in _ELEMENTS:
+    if heads > 1 or not q.is_cuda or q.dtype not in ELEMENTS:
         return
     for scores, limit in itertools.product((torch.float32, q.dtype), (SCORES_BYTES, SCORES_BYTES // 8)):
         rows = _rows_at_a_time(q.shape[1], scores.itemsize * q.shape[0] * k.shape[1], limit)
