@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import threading
 import traceback
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -151,19 +152,28 @@ def _named(tactics: Sequence[Tactic], measured: Measured | None) -> Tactic:
 # --- one device, shared by all engines of the process -----------------------------------------------------------------
 
 
+class _Pool:
+    """Memory of graphs. It lives as long as they: torch captures nothing into a pool whose last graph is gone."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
 class _Turns:
     """The lock, the memory pool and the last replay of one device."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.last: torch.cuda.Event | None = None
-        self._pool: Any = None
+        self._pool: weakref.ref[_Pool] | None = None
 
-    @property
-    def pool(self) -> Any:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    def pool(self) -> _Pool:
+        """That of the graphs there are."""
+        pool = self._pool() if self._pool is not None else None
+        if pool is None:
+            pool = _Pool()
+            self._pool = weakref.ref(pool)
+        return pool
 
 
 _turns: dict[int, _Turns] = {}
@@ -196,6 +206,7 @@ class _Captured:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     main: Any
+    pool: _Pool
     prologue: Any = None
     prompt: dict[str, Tensor] = field(default_factory=dict)
     """Inputs of the prologue → the flag that says whether the last call changed them"""
@@ -335,7 +346,7 @@ class Executor:
     ) -> None:
         for step in steps:
             self._chooser.step = step.name
-            self._chooser.flag = flags.get(step.inputs[0]) if step.op == "Linear" else None
+            self._chooser.flag = flags.get(step.inputs[0]) if _may_skip(step) else None
             arguments = [values[name] if name else None for name in step.inputs]
             results = OPS[step.op](self._chooser, step.attributes, *arguments)
             results = results if isinstance(results, tuple) else (results,)
@@ -384,37 +395,57 @@ class Executor:
         static = {name: value.clone() if value.dim() == 4 else _dense(value) for name, value in inputs.items()}
         first = {name for step in self.plan.prologue for name in step.inputs if name in static}
         prompt = {name: torch.ones(1, dtype=torch.int32, device=self.device) for name in first}
-        # Compiles kernels and makes handles and plans, none of which a capture may. Not on the capture's stream: cuBLAS
-        # has a workspace a stream, and one made before the capture lies in memory that torch may free (torch.compile
-        # makes it do so) while the graph still writes there.
-        with dependent_launches(self.dependent):
+        with dependent_launches(self.dependent):  # compiles kernels and makes handles and plans: a capture may not
             self._step_by_step(static, wanted, prompt)
         side = torch.cuda.Stream()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         values: Values = {**self._constants, **self.weights, **dict.fromkeys(self.plan.optional)}
-        prologue = None
-        lasting = {name for step in self.plan.steps for name in step.inputs} | set(wanted)
-        if self.plan.prologue:
-            prologue = torch.cuda.CUDAGraph()
-            with (
-                torch.cuda.graph(prologue, stream=side, capture_error_mode="thread_local"),
-                dependent_launches(self.dependent),
-            ):
+        pool, prologue = self._turns.pool(), None
+        lasting = {*_skippable(self.plan, prompt), *wanted, *(name for step in self.plan.steps for name in step.inputs)}
+        try:
+            if self.plan.prologue:
+                prologue = torch.cuda.CUDAGraph()
+                with self._recording(prologue, pool, side):
+                    values.update(_laid_out(static))
+                    self._run(self.plan.prologue, values, lasting, prompt)
+            lasting_values = dict(values)
+            main = torch.cuda.CUDAGraph()
+            with self._recording(main, pool, side):
                 values.update(_laid_out(static))
-                self._run(self.plan.prologue, values, lasting, prompt)
-        lasting_values = dict(values)
-        main = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.graph(main, pool=self._turns.pool, stream=side, capture_error_mode="thread_local"),
-            dependent_launches(self.dependent),
-        ):
-            values.update(_laid_out(static))
-            self._run(self.plan.steps, values, set(wanted))
-            outputs = {name: _plain(values[name]) for name in wanted}
-        captured = _Captured(static, outputs, main, prologue, prompt, lasting_values, self._age)
+                self._run(self.plan.steps, values, set(wanted))
+                outputs = {name: _plain(values[name]) for name in wanted}
+        finally:
+            _free_workspaces()
+        captured = _Captured(static, outputs, main, pool, prologue, prompt, lasting_values, self._age)
         captured.forget_prompt()
         return captured
+
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph, pool: _Pool, stream: torch.cuda.Stream) -> Iterator[None]:
+        with (
+            torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
+            dependent_launches(self.dependent),
+        ):
+            yield
+
+
+def _skippable(plan: ExecutionPlan, prompt: Collection[str]) -> set[str]:
+    """What the prologue does not compute again for the same prompt, so that nothing else may lie in its memory."""
+    return {name for step in plan.prologue if _may_skip(step) and step.inputs[0] in prompt for name in step.outputs}
+
+
+def _may_skip(step: Step) -> bool:
+    """Whether it has a way to do nothing, and nothing but weights beside its first input."""
+    return step.op == "Linear" and not any(step.inputs[3:])
+
+
+def _free_workspaces() -> None:
+    """Those of cuBLAS, one a stream. Made while a graph is recorded they lie in the graphs' memory, which the next
+    uses too, since graphs take turns; kept, they would be another 70 MB a graph."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def _laid_out(inputs: Mapping[str, Tensor]) -> Values:

@@ -109,9 +109,7 @@ def compile(source: Source, defines: Defines, arch: str) -> Cubin:
             macros = ", ".join(f"{name}={value}" for name, value in defines.items())
             raise BackendError(f"{source.name} ({macros}) does not compile for {arch}:\n{_log(program)}") from error
         kind = "PTX" if arch.startswith("compute") else "CUBIN"
-        data = b" " * _call(f"nvrtcGet{kind}Size", program)[0]
-        _call(f"nvrtcGet{kind}", program, data)
-        return Cubin(data, _log(program))
+        return Cubin(_get(kind, program), _log(program))
     finally:
         _call("nvrtcDestroyProgram", program)
 
@@ -123,9 +121,14 @@ def _options(defines: Defines, arch: str) -> list[str]:
 
 
 def _log(program: object) -> str:
-    log = b" " * _call("nvrtcGetProgramLogSize", program)[0]
-    _call("nvrtcGetProgramLog", program, log)
-    return log.decode(errors="replace").strip("\0 \n")
+    return _get("ProgramLog", program).decode(errors="replace").strip("\0 \n")
+
+
+def _get(what: str, program: object) -> bytes:
+    (size,) = _call(f"nvrtcGet{what}Size", program)
+    data = bytes(size + 2)  # NVRTC writes into it, and Python shares bytes objects of length one
+    _call(f"nvrtcGet{what}", program, data)
+    return data[:size]
 
 
 def _call(function: str, *arguments: object) -> tuple:

@@ -54,3 +54,11 @@ def test_every_variant_compiles_for_every_target(file: str) -> None:
         registers, stored = usage(cubin.log, entry)
         print(f"{file} {entry} {defines} {arch}: {registers} registers, {stored} bytes spilled")
         assert stored <= MOST_SPILLED, f"{file}: {entry} {defines} {arch} spills {stored} bytes"
+
+
+def test_a_compiler_without_words_leaves_other_bytes_alone() -> None:
+    """Its empty log is one byte, which it writes: into no object that Python shares."""
+    single = [bytes([value]) for value in range(256)]
+    text = b'extern "C" __global__ void nothing() {}'
+    nvrtc.compile(nvrtc.Source("nothing.cu", text, ()), {}, "compute_90")
+    assert b"".join(single) == bytes(range(256))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from sdaccel.backends.cuda.backend import PROMPT as PROMPT_INPUTS
-from sdaccel.backends.cuda.executor import Executor
+from sdaccel.backends.cuda.executor import Executor, _skippable
 from sdaccel.backends.cuda.launch import KernelCache
 from sdaccel.backends.cuda.load_weights import load_weights
 from sdaccel.backends.cuda.lower import lower
@@ -64,6 +64,15 @@ def test_what_depends_on_the_prompt_alone_is_in_the_prologue(exported):
     made = {name for step in plan.prologue for name in step.outputs}
     assert not any({"sample", "timestep"} & set(step.inputs) for step in plan.prologue)
     assert any(made & set(step.inputs) for step in plan.steps)
+
+
+def test_what_the_prologue_may_skip_outlives_it(exported):
+    """Its products of the prompt, whatever reads them: memory of others must not be laid over them."""
+    plan = plan_of(exported("unet-sdxl"))
+    skipped = _skippable(plan, PROMPT_INPUTS)
+    of_prompt = {step.outputs[0] for step in plan.prologue if step.inputs[0] in PROMPT_INPUTS}
+    assert skipped == of_prompt
+    assert skipped - {name for step in plan.steps for name in step.inputs}
 
 
 def test_every_weight_is_read_once_and_joined_ones_share_memory(exported):
@@ -252,6 +261,17 @@ def test_few_graphs_are_kept(unet):
 
 
 @pytest.mark.gpu
+def test_runs_again_after_its_graphs_are_gone(unet):
+    """Results of the last graph still lie in its memory when the next is captured."""
+    executor, inputs = executor_of(unet, "cuda", torch.float16), inputs_of(unet, 0)
+    expected = executor.run(inputs)["sample_out"]
+    kept = next(iter(executor._captured.values())).outputs
+    executor.forget()
+    assert torch.equal(executor.run(inputs)["sample_out"], expected)
+    assert kept["sample_out"].shape == expected.shape
+
+
+@pytest.mark.gpu
 def test_engines_in_two_threads_and_side_streams(unet, exported):
     """Two engines share one pool: their replays must not overlap, whatever stream they are called on."""
     executors = [executor_of(unet, "cuda", torch.float16), executor_of(exported("unet-sd1"), "cuda", torch.float16)]
@@ -283,7 +303,13 @@ def test_engines_in_two_threads_and_side_streams(unet, exported):
 @pytest.mark.gpu
 def test_out_of_memory_is_ours_and_passes(unet):
     executor = executor_of(unet, "cuda", torch.float16)
-    with pytest.raises(BackendError, match="out of GPU memory"):
-        executor.run(inputs_of(unet, 0, batch=64, height=4096, width=4096))
     inputs = inputs_of(unet, 1)
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + (64 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(BackendError, match="out of GPU memory"):
+            executor.run(inputs_of(unet, 0, batch=16, height=256, width=256))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(executor.run(inputs)["sample_out"], stepwise(executor, inputs))
