@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-SAMPLES = 16
+from sdaccel.backends.cuda.fingerprint import fingerprints, places, readable
+from sdaccel.errors import BackendError
 
 # The share of the time that may go into looking at everything, as much into glances and into reading weights whole.
 SHARE = 1 / 400
@@ -102,7 +103,7 @@ class ModuleWatch:
         self._adapter_layers: list[nn.Module] = []
         self._attentions = [part for part in self._parts if hasattr(part.module, "processor")]
         self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
-        read_at_once([weight for weight in self._weights if weight.on_gpu()])
+        read_at_once(self._weights)
         for weight in self._weights:
             weight.remember()
         self._looked = self._looked_closer = self._glanced = -math.inf
@@ -222,7 +223,7 @@ class ModuleWatch:
         suspects = [weight for weight in self._weights if weight.suspect()]
         if not suspects:
             return None
-        read_at_once([weight for weight in suspects if weight.on_gpu()])
+        read_at_once(suspects)
         findings = [(weight, weight.compare()) for weight in suspects]
         rounded = any(finding == ROUNDED for _, finding in findings)
         edited = []
@@ -425,14 +426,15 @@ class _Weight:
 
     __slots__ = (
         "_bits",
+        "_count",
         "_finding",
+        "_forms",
         "_index",
         "_key",
         "_known",
         "_last",
         "_now",
         "_parameters",
-        "_places",
         "_reading",
         "_seen",
         "_shared",
@@ -449,14 +451,14 @@ class _Weight:
         self._parameters = parameters
         self._key = key
         self._shared: int | None = None
-        self._reading: tuple[int, torch.Tensor] | None = None
+        self._reading: tuple[int, bytes] | None = None
         """Sum and samples of the present values, where they have been read already."""
+        self._forms: frozenset[bytes] | None = None
         parameter = parameters[key]
         assert parameter is not None
         self.shape = tuple(parameter.shape)
-        count = max(parameter.numel(), 1)
-        flat = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64).round().long()
-        self._places = flat
+        flat = torch.from_numpy(places(parameter.numel()))
+        self._count = len(flat)
         self._index = torch.unravel_index(flat, self.shape) if self.shape else ()
 
     def remember(self) -> None:
@@ -507,19 +509,20 @@ class _Weight:
     def _compare(self, now: torch.Tensor) -> str:
         total, values = self._read(now)
         self._bits, self._now = (now.dtype, total), values
-        exact = torch.equal(values, self._values)
-        rounded = not exact and any(torch.equal(values, form) for form in self._rounded())
-        if not exact and not rounded:
+        if values != self._values and values not in self._rounded():
             return EDITED
         if self._bits in (self._sum, self._known):
             return SAME
         if now.dtype != self._known[0]:
             return SAME
-        return UNCLEAR if torch.equal(values, self._last) else ROUNDED
+        return UNCLEAR if values == self._last else ROUNDED
 
-    def _rounded(self) -> Iterator[torch.Tensor]:
-        half, brain = (self._values.to(dtype).float() for dtype in (torch.float16, torch.bfloat16))
-        yield from (half, brain, half.bfloat16().float(), brain.half().float())
+    def _rounded(self) -> frozenset[bytes]:
+        if self._forms is None:
+            exact = torch.frombuffer(bytearray(self._values), dtype=torch.float32)
+            half, brain = exact.half(), exact.bfloat16()
+            self._forms = frozenset(map(_bytes, (half, brain, half.float().bfloat16(), brain.float().half())))
+        return self._forms
 
     @staticmethod
     def _state(now: torch.Tensor) -> tuple[Any, ...]:
@@ -528,42 +531,37 @@ class _Weight:
         except RuntimeError:  # what was loaded in inference mode counts no versions
             return now.data_ptr(), 0, now.dtype
 
-    def _read(self, parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
+    def _read(self, parameter: torch.Tensor) -> tuple[int, bytes]:
         """Sum over the bits and samples."""
         reading, self._reading = self._reading, None
         if reading is not None:
             return reading
         values = parameter.detach()
-        samples = (values[self._index] if self.shape else values).to("cpu", torch.float32)
-        return int(_sum_of_bits(parameter)), samples
-
-    def on_gpu(self) -> bool:
-        now = self.now()
-        return now is not None and now.is_cuda and bool(self.shape) and tuple(now.shape) == self.shape
-
-    def enqueue_reading(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum and samples, still on the device."""
-        now = self.now()
-        assert now is not None
-        if self._places.device != now.device:
-            self._places = self._places.to(now.device)
-        return _sum_of_bits(now).to(torch.int64), now.detach().take(self._places).float()
+        return int(_sum_of_bits(parameter)), _bytes(values[self._index] if self.shape else values)
 
     def has_read(self, total: int, samples: torch.Tensor) -> None:
-        self._reading = total, samples
+        self._reading = total, _bytes(samples[: self._count])
 
 
 def read_at_once(weights: Sequence[_Weight]) -> None:
-    """Reads weights of a GPU with one wait for all of them."""
-    by_device: dict[torch.device, list[_Weight]] = {}
+    """Reads weights of a GPU with one wait for all of them. What cannot be read so is read when it is compared."""
+    by_device: dict[torch.device, list[tuple[_Weight, torch.Tensor]]] = {}
     for weight in weights:
-        by_device.setdefault(weight.now().device, []).append(weight)  # type: ignore[union-attr]
+        now = weight.now()
+        if now is not None and tuple(now.shape) == weight.shape and readable(now):
+            by_device.setdefault(now.device, []).append((weight, now))
     for group in by_device.values():
-        sums, samples = zip(*(weight.enqueue_reading() for weight in group), strict=True)
-        totals = torch.stack(sums).tolist()
-        found = torch.cat(samples).cpu().split([len(sample) for sample in samples])
-        for weight, total, values in zip(group, totals, found, strict=True):
-            weight.has_read(total, values)
+        try:
+            totals, samples = fingerprints([now for _, now in group])
+        except BackendError:  # no compiler here
+            continue
+        for (weight, _), total, row in zip(group, totals, samples, strict=True):
+            weight.has_read(total, row)
+
+
+def _bytes(samples: torch.Tensor) -> bytes:
+    """In float32; both zeros are one."""
+    return (samples.to("cpu", torch.float32) + 0.0).numpy().tobytes()
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

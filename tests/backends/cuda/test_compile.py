@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sdaccel.backends.cuda import nvrtc, ops
+from sdaccel.backends.cuda import fingerprint, nvrtc, ops
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_SPILLED = 512
@@ -19,7 +19,7 @@ MOST_SPILLED = 512
 
 
 def variants() -> list[tuple[Any, ...]]:
-    found = []
+    found: list[tuple[Any, ...]] = [*fingerprint.VARIANTS]
     for module in pkgutil.iter_modules(ops.__path__):
         if module.name == "registry":
             continue
