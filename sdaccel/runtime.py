@@ -274,6 +274,8 @@ class ExecutionContext:
             self._loaded[candidate.plan] = self.backend.load(
                 entry.path, self.store.root / "weights", entry.engine.inputs, shared
             )
+            for key in {other.entry.key for other in self.candidates if other.plan == candidate.plan}:
+                self.store.note_use(key)
             if self.on_load is not None:
                 self.on_load(self._loaded[candidate.plan])
         return self._loaded[candidate.plan]

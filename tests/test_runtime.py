@@ -41,6 +41,7 @@ class Pretended:
 
     broken: dict[str, Exception] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
     ran: list[tuple[str, int]] = field(default_factory=list)
     root: Path = Path("nowhere")
     name: str = "pretended"
@@ -48,6 +49,9 @@ class Pretended:
     def open_engine(self, key: str) -> None:
         if key in self.broken:
             raise self.broken[key]
+
+    def note_use(self, key: str) -> None:
+        self.used.append(key)
 
     def device_type(self) -> str:
         return "cpu"
@@ -77,7 +81,7 @@ def test_the_containing_profile_with_the_nearest_opt_runs():
     for side in (4, 9, 11, 12, 20, 31, 64):
         runs.run(call(side), report)
     assert host.ran == [("a", 0), ("a", 1), ("a", 1), ("a", 1), ("a", 1), ("b", 0), ("b", 0)]
-    assert host.loads == ["a", "b"]
+    assert host.loads == host.used == ["a", "b"]
     run = report.components["unet"]
     assert run.calls == 7 and {key: len(profiles) for key, profiles in run.engines.items()} == {"a": 2, "b": 1}
 
@@ -94,7 +98,7 @@ def test_engines_that_differ_in_profiles_alone_are_loaded_once():
     runs = context(host, entry("a", profile(8, 8, 8), plan="same"), entry("b", profile(16, 16, 16), plan="same"))
     runs.run(call(8), RunReport())
     runs.run(call(16), RunReport())
-    assert host.loads == ["a"]
+    assert host.loads == ["a"] and sorted(host.used) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
     <root>/weights/<key>/    weights.json and a .safetensors file, one a checkpoint component and precision
     <root>/tmp/              entries being written or deleted, named <kind>-<key>-<random>
     <root>/locks/            one lock a key (see `locks`)
+    <root>/used/<key>        an empty file, as old as the last load of that engine
 
 A key is the SHA-256 of everything that shapes the entry. An entry is written under tmp/, synced to the disk and
 renamed into place; readers take no lock and need no right to write. A builder that dies leaves its key's lock free and
@@ -268,6 +269,8 @@ class Store:
         used = self._links(key)
         with self._lock(f"engines-{key}", timeout=5.0):
             freed = self._discard("engines", key)
+        with suppress(OSError):
+            self._used(key).unlink(missing_ok=True)
         return freed + self.collect(also=used)
 
     def collect(self, min_age: float = DAY, also: Iterable[tuple[str, str]] = ()) -> int:
@@ -329,6 +332,24 @@ class Store:
                     with suppress(Busy), self._lock(f"{match[1]}-{match[2]}", timeout=0):
                         swept += disk.delete(self.root / "tmp" / name)
         return swept
+
+    # use
+
+    def note_use(self, key: str) -> None:
+        """Notes that the engine has been loaded. Where the store cannot be written, nothing is noted."""
+        with suppress(OSError):
+            self._used(key).parent.mkdir(exist_ok=True)
+            self._used(key).touch()
+
+    def last_used(self, key: str) -> float | None:
+        """When the engine was last loaded, in seconds since 1970; None if that is not known."""
+        try:
+            return self._used(key).lstat().st_mtime
+        except OSError:
+            return None
+
+    def _used(self, key: str) -> Path:
+        return self.root / "used" / self._path("engines", key).name
 
     # places and locks
 
