@@ -254,10 +254,17 @@ def largest_batch(accelerated: Any, width: int, height: int) -> int:
 
 
 def generate(
-    pipe: Any, request: Request, *, at_once: int = 4, model: str = "", progress: Progress | None = None
+    pipe: Any,
+    request: Request,
+    *,
+    at_once: int = 4,
+    model: str = "",
+    progress: Progress | None = None,
+    on_step: Callable[[Any], None] | None = None,
 ) -> Result:
     """The images of ``request`` from a pipeline, ``at_once`` in one call, accelerated or not.
 
+    on_step: gets the latents, (images, channels, height, width), after each step.
     Raises SettingError with the host's own words for what it refuses, such as a side that is no multiple of 8.
     """
     import torch
@@ -271,7 +278,7 @@ def generate(
         seeds = [base + i for i in range(first, min(first + at_once, request.count))]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         done = first / request.count
-        callback = _step_callback(request, progress, done, len(seeds) / request.count)
+        callback = _step_callback(request, progress, on_step, done, len(seeds) / request.count)
         arguments = _arguments(request, "Pix2Pix" in type(pipe).__name__) | {
             "generator": generators,
             "num_images_per_prompt": len(seeds),
@@ -325,8 +332,16 @@ def _open_image(path: Path) -> Any:
         raise SettingError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def _step_callback(request: Request, progress: Progress | None, begin: float, share: float) -> Callable[..., Any]:
+def _step_callback(
+    request: Request,
+    progress: Progress | None,
+    on_step: Callable[[Any], None] | None,
+    begin: float,
+    share: float,
+) -> Callable[..., Any]:
     def step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if on_step is not None:
+            on_step(tensors["latents"])
         if progress is not None:
             total = max(1, getattr(pipe, "num_timesteps", request.steps))
             progress(f"step {index + 1} of {total}", begin + share * min(1.0, (index + 1) / total))

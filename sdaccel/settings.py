@@ -27,6 +27,13 @@ def _counting_number(text: str) -> int:
     return number
 
 
+def _yes_or_no(text: str) -> int:
+    number = int(text)
+    if number not in (0, 1):
+        raise ValueError
+    return number
+
+
 @dataclass(frozen=True)
 class Setting:
     name: str
@@ -64,6 +71,13 @@ SPIN_LIMIT = Setting(
     "a whole number",
     "milliseconds after which a kernel that waits gives up with an error; 0: never",
 )
+ALLOW_REMOTE = Setting(
+    "SDACCEL_ALLOW_REMOTE",
+    0,
+    _yes_or_no,
+    "0 or 1",
+    "1: whoever reaches a page from elsewhere may build, delete and import too",
+)
 DEBUG = Setting("SDACCEL_DEBUG", 0, _whole_number, "a whole number", "1 stages, 2 fusions and tactics, 3 launches")
 
-TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, SPIN_LIMIT, DEBUG)
+TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, SPIN_LIMIT, ALLOW_REMOTE, DEBUG)
