@@ -10,6 +10,7 @@ SdaccelError
 │   ├── EngineNotFound    no such engine
 │   └── EngineBroken      files are missing, changed or unsafe
 ├── BackendError      a backend cannot build, load or run an engine
+│   └── OutOfMemory       there is too little memory on the GPU now; later there may be enough
 ├── UnsupportedCall   a host asks for something that an engine cannot do (the reason for a fallback)
 └── Cancelled         the user stopped a long task
 """
@@ -56,6 +57,10 @@ class EngineBroken(StoreError):
 
 
 class BackendError(SdaccelError):
+    pass
+
+
+class OutOfMemory(BackendError):
     pass
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from sdaccel.backends.base import Backend, LoadedEngine
 from sdaccel.engine.manifest import TensorSpec
 from sdaccel.engine.store import Entry, Store
-from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ProfileError, UnsupportedCall
+from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, OutOfMemory, ProfileError, UnsupportedCall
 from sdaccel.profile import OptimizationProfile, choose
 
 # As many values as BLAS sums in one thread.
@@ -198,6 +199,8 @@ class ExecutionContext:
         self._chosen: dict[tuple[tuple[str, torch.Size], ...], Candidate] = {}
         self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
         self._broken: dict[str, Exception] = {}
+        self._full: dict[Any, OutOfMemory] = {}
+        """Engines and shapes that found too little memory since the last `renew`."""
         self._lock = threading.RLock()
         self.shared: Callable[[], Mapping[str, torch.nn.Parameter]] | None = None
         """The host's module's parameters, whose memory an engine may use for its weights."""
@@ -224,7 +227,8 @@ class ExecutionContext:
                 report.note(f"{self.component}: the engine {key[:12]} is left out: {error}")
             clock = GpuTime() if self.device == "cuda" else None
             start = time.perf_counter()
-            results = engine.run(inputs, outputs, candidate.index)
+            with self._while_there_is_memory(_shapes(inputs)):
+                results = engine.run(inputs, outputs, candidate.index)
             elapsed = (time.perf_counter() - start) * 1e3 if clock is None else clock.stop()
         report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, elapsed)
         return results
@@ -236,6 +240,7 @@ class ExecutionContext:
         that the two shared; it is loaded again when it is next needed.
         """
         with self._lock:
+            self._full.clear()
             parameters = self.shared() if self.shared is not None else {}
             for plan, engine in list(self._loaded.items()):
                 if engine.shares_no_longer(parameters):
@@ -248,14 +253,28 @@ class ExecutionContext:
         while True:
             candidate = self._choose(inputs)
             try:
-                return candidate, self._load(candidate)
+                with self._while_there_is_memory(candidate.plan):
+                    return candidate, self._load(candidate)
+            except OutOfMemory:
+                raise
             except (EngineBroken, EngineNotFound, BackendError) as error:
                 self._broken[candidate.entry.key] = error
             except OSError as error:
                 self._broken[candidate.entry.key] = EngineBroken(f"{candidate.entry.path} cannot be read: {error}.")
 
+    @contextmanager
+    def _while_there_is_memory(self, what: Any) -> Iterator[None]:
+        """Raises at once what ``what`` raised before: to try again at every step would cost more than torch."""
+        if what in self._full:
+            raise self._full[what]
+        try:
+            yield
+        except OutOfMemory as error:
+            self._full[what] = error
+            raise
+
     def _choose(self, inputs: Mapping[str, torch.Tensor]) -> Candidate:
-        asked = tuple((name, tensor.shape) for name, tensor in inputs.items())
+        asked = _shapes(inputs)
         known = self._chosen.get(asked)
         if known is None or known.entry.key in self._broken:
             sizes = axis_sizes(self.component, self._specs, inputs)
@@ -279,6 +298,10 @@ class ExecutionContext:
             if self.on_load is not None:
                 self.on_load(self._loaded[candidate.plan])
         return self._loaded[candidate.plan]
+
+
+def _shapes(inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, tensor.shape) for name, tensor in inputs.items())
 
 
 def _plan(entry: Entry) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sdaccel.engine.manifest import TensorSpec
-from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ProfileError, UnsupportedCall
+from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, OutOfMemory, ProfileError, UnsupportedCall
 from sdaccel.profile import OptimizationProfile, Range
 from sdaccel.runtime import ExecutionContext, RunReport, unusable
 
@@ -63,7 +63,7 @@ class Pretended:
             self.ran.append((str(folder), index))
             return {"out": given["sample"] + 1}
 
-        return SimpleNamespace(run=run)
+        return SimpleNamespace(run=run, renew=lambda: None, shares_no_longer=lambda parameters: False)
 
 
 def context(host: Pretended, *entries: Any) -> ExecutionContext:
@@ -143,6 +143,46 @@ def test_a_broken_engine_is_left_out(error):
     for _ in range(2):
         with pytest.raises((EngineBroken, EngineNotFound, BackendError), match="torn"):
             alone.run(call(8), RunReport())
+
+
+def test_too_little_memory_is_tried_again_in_the_next_generation():
+    """In between, a call at each step that fails would cost more than torch."""
+    host = Pretended(broken={"a": OutOfMemory("too little")})
+    runs = context(host, entry("a", profile(8, 8, 16)))
+    for _ in range(2):
+        with pytest.raises(OutOfMemory):
+            runs.run(call(8), RunReport())
+    host.broken.clear()
+    with pytest.raises(OutOfMemory):
+        runs.run(call(8), RunReport())
+    runs.renew()
+    report = RunReport()
+    runs.run(call(8), report)
+    assert host.ran == [("a", 0)] and not report.notes
+
+
+def test_a_shape_that_finds_too_little_memory_leaves_others_alone():
+    host = Pretended()
+    runs = context(host, entry("a", profile(8, 8, 16)))
+    runs.run(call(8), RunReport())
+    engine = next(iter(runs._loaded.values()))
+    tries = []
+
+    def full(*_):
+        tries.append(1)
+        raise OutOfMemory("too little")
+
+    plain, engine.run = engine.run, full
+    for _ in range(3):
+        with pytest.raises(OutOfMemory):
+            runs.run(call(16), RunReport())
+    assert len(tries) == 1
+    engine.run = plain
+    runs.run(call(8), RunReport())
+    with pytest.raises(OutOfMemory):
+        runs.run(call(16), RunReport())
+    runs.renew()
+    runs.run(call(16), RunReport())
 
 
 # --- reports

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -79,7 +80,11 @@ def accelerate(
     wanted = buildable_components(checkpoint, components)
     precision = precision or _precision_like(pipe, chosen_backend)
     config = BuilderConfig(tuple(wanted), tuple(profiles or ()), precision, chosen_backend.name)
+    unused = _unused_gpu(backend, chosen_backend)
+    if unused:
+        warnings.warn(unused, stacklevel=2)
     engines, notes = _engines(checkpoint, config, chosen_backend, place, build, progress)
+    notes += [unused] if unused else []
     restore(pipe)
     accelerated = Accelerated(pipe, fallback, notes, {} if components else _left_out(pipe, checkpoint))
     for component in wanted:
@@ -111,6 +116,17 @@ def _device_of(pipe: Any) -> str | None:
     """Where the pipeline computes, its modules being elsewhere between calls or not."""
     device = getattr(pipe, "_execution_device", None)
     return getattr(device, "type", None)
+
+
+def _unused_gpu(wanted: str, backend: Backend) -> str | None:
+    """What to tell someone whose pipeline is still on the CPU of a machine whose GPU has a backend too."""
+    if wanted != "auto" or backend.device_type() != "cpu":
+        return None
+    best = pick_backend()
+    if best.device_type() == "cpu":
+        return None
+    gpu = best.device_type()
+    return f"the pipeline is on the CPU, so its engines are the CPU's. For the GPU's: pipe.to('{gpu}') first."
 
 
 def _precision_like(pipe: Any, backend: Backend) -> str | None:

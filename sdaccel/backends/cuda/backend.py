@@ -24,7 +24,7 @@ from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
 from sdaccel.eager import TYPES
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
-from sdaccel.errors import BackendError, EngineBroken
+from sdaccel.errors import BackendError, EngineBroken, OutOfMemory
 from sdaccel.profile import OptimizationProfile
 from sdaccel.resources import resource
 
@@ -111,7 +111,8 @@ class Cuda(Backend):
             full = isinstance(error, torch.cuda.OutOfMemoryError)
             if full:
                 torch.cuda.empty_cache()
-            raise BackendError(
+            kind = OutOfMemory if full else BackendError
+            raise kind(
                 f"{job.component} could not be built on the GPU: {error}".split("\n")[0],
                 hint="A profile of fewer images at once, or smaller ones, needs less memory." if full else None,
             ) from error
@@ -213,14 +214,14 @@ class Cuda(Backend):
             raise EngineBroken(f"{folder / TACTICS} cannot be read: {error}.") from error
         _load_cubins(folder)
         CACHE.folder = weights.parent / CUBIN_CACHE
-        device = self.where()
+        device = self._device_of(shared or {})
         try:
             with plain_torch(device):  # the module's parameters among them, which autograd may want later
                 tensors = load_weights(plan, weights, dtype, device, shared)
                 executor = Executor(plan, tensors, dtype, device, table, settings.GRAPHS.value(), dependent)
         except torch.cuda.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)
-            raise BackendError(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
+            raise OutOfMemory(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
         except RuntimeError as error:
             raise BackendError(f"the weights cannot be loaded into the GPU: {error}".split("\n")[0]) from error
         engine = CudaEngine(executor)
@@ -232,6 +233,18 @@ class Cuda(Backend):
             if name not in derived and _same_memory(value, tensors.get(name))
         )
         return engine
+
+    def _device_of(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:
+        """The GPU that the module is on, else the current one. Raises BackendError where engines are not for it."""
+        here = self.where()
+        device = next((value.device for value in parameters.values() if value.device.type == here.type), here)
+        if device != here and torch.cuda.get_device_name(device) != torch.cuda.get_device_name(here):
+            raise BackendError(
+                f"the module is on {device}, a {torch.cuda.get_device_name(device)}; engines were built for a "
+                f"{torch.cuda.get_device_name(here)}.",
+                hint=f"Let torch see that GPU alone: CUDA_VISIBLE_DEVICES={device.index}",
+            )
+        return device
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor | None) -> bool:

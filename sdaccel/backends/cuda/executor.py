@@ -31,7 +31,7 @@ from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable
 from sdaccel.backends.cuda.tuner import Tuner, relative_error
 from sdaccel.backends.cuda.work import work
-from sdaccel.errors import BackendError, UnsupportedCall
+from sdaccel.errors import BackendError, OutOfMemory, UnsupportedCall
 
 Values = dict[str, Tensor | None]
 
@@ -187,11 +187,13 @@ def _turns_of(index: int) -> _Turns:
 
 @contextmanager
 def plain_torch(device: torch.device) -> Iterator[None]:
-    """No gradients, and nothing of what the host may have set: autocast, a default device, inference mode, whose
-    tensors could not be written to outside of it."""
+    """On ``device``, without gradients, and nothing of what the host may have set: autocast, a default device,
+    inference mode, whose tensors could not be written to outside of it."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
+        if device.type == "cuda":
+            modes.enter_context(torch.cuda.device(device))
         if torch.is_autocast_enabled(device.type):
             modes.enter_context(torch.autocast(device.type, enabled=False))
         if torch.get_default_device().type != "cpu":
@@ -269,15 +271,16 @@ class Executor:
         with plain_torch(self.device):
             if self._turns is None:
                 return self._step_by_step(self._given(inputs), wanted)
-            with self._turns.lock, torch.cuda.device(self.device):
+            with self._turns.lock:
                 try:
                     return self._replay(self._given(inputs), wanted)
                 except torch.cuda.OutOfMemoryError as error:
                     traceback.clear_frames(error.__traceback__)  # torch runs next and needs what they hold
                     self.forget()
-                    raise BackendError(f"out of GPU memory at {_shapes(inputs)}: {error}".split("\n")[0]) from error
+                    raise OutOfMemory(f"out of GPU memory at {_shapes(inputs)}: {error}".split("\n")[0]) from error
                 except RuntimeError as error:
                     traceback.clear_frames(error.__traceback__)
+                    self._wait()
                     self._captured.clear()
                     raise BackendError(f"the GPU did not run {_shapes(inputs)}: {error}".split("\n")[0]) from error
 
@@ -319,6 +322,16 @@ class Executor:
             expected = self._step_by_step(given, self.plan.outputs)
             found = [self.run(given) for _ in range(replays)]
         return max(relative_error(each[name], expected[name]) for each in found for name in expected)
+
+    def _wait(self) -> None:
+        """Until no replay is under way, on whatever stream: its memory may go then."""
+        if self._turns is not None and self._turns.last is not None:
+            with suppress(RuntimeError):  # of a GPU that is in error for good
+                self._turns.last.synchronize()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_turns"):
+            self._wait()
 
     def forget(self) -> None:
         """Lets go of all graphs and their memory."""

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,18 +101,23 @@ class TimingCache(TacticTable):
         self.path = path
         self.device = dict(device)
         self._guard = threading.Lock()
-        self._add_from_file()
+        with suppress(OSError, TimeoutError), self._alone():  # without it everything is measured anew
+            self._add_from_file()
 
     def save(self) -> None:
         """Merges with what others have written since. Raises StoreError."""
         with self._guard:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with FileLock(self.path.with_suffix(".lock"), timeout=30):
+                with self._alone():
                     self._add_from_file()
                     self.export(self.path)
             except (OSError, TimeoutError) as error:
                 raise StoreError(f"the timing cache {self.path} cannot be written: {error}.") from error
+
+    def _alone(self) -> FileLock:
+        """Windows does not replace a file that another process reads."""
+        return FileLock(self.path.with_suffix(".lock"), timeout=30)
 
     def _add_from_file(self) -> None:
         """What is in the file and not known here."""

@@ -1,6 +1,7 @@
 """The whole way of a CUDA engine through builder, store and pipeline, on the CPU: all of it but kernels and timing."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,3 +272,28 @@ def test_the_backend_is_where_the_pipeline_is(monkeypatch):
     assert type(base.pick_backend("auto", "cpu")) is OnCpu
     assert type(base.pick_backend("auto", "mps")) is OnGpu
     assert type(base.pick_backend("cuda", "cpu")) is OnGpu
+
+
+def test_engines_go_where_the_module_is(monkeypatch):
+    """On a machine of several GPUs; not on one of another kind, for which nothing was tuned."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    names = {first: "GPU A", second: "GPU A"}
+    monkeypatch.setattr(cuda.Cuda, "where", lambda backend: first)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    backend = cuda.Cuda()
+    assert backend._device_of({}) == first
+    assert backend._device_of({"a": SimpleNamespace(device=torch.device("cpu"))}) == first
+    assert backend._device_of({"a": SimpleNamespace(device=second)}) == second
+    names[second] = "GPU B"
+    with pytest.raises(BackendError, match="on cuda:1, a GPU B; engines were built for a GPU A.*DEVICES=1"):
+        backend._device_of({"a": SimpleNamespace(device=second)})
+
+
+def test_a_pipeline_that_is_not_on_the_gpu_yet_is_told(on_cpu, store, monkeypatch):
+    pipe, pick = pipelines.make("sd1"), base.pick_backend
+    gpu = SimpleNamespace(device_type=lambda: "cuda")
+    monkeypatch.setattr(diffusers, "pick_backend", lambda *asked: pick(*asked) if asked else gpu)
+    with pytest.warns(UserWarning, match=r"the pipeline is on the CPU.*pipe\.to\('cuda'\) first"):
+        sdaccel.accelerate(pipe, store=store, components=["unet"])
+    pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64, output_type="latent")
+    assert any("pipe.to('cuda') first" in note for note in pipe.sdaccel.last_report.notes)
