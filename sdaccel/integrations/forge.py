@@ -1,0 +1,233 @@
+"""Forge: engines through the wrappers that its model patchers offer.
+
+Forge lists "SD Unet" options but never calls them. Before every sampling the extension sets a wrapper around the
+model's function on a clone of ``forge_objects.unet``: ``f(apply_model, {"input", "timestep", "c", "cond_or_uncond"})``.
+For that one call the network inside answers through an engine, so that the scaling around it (sigmas to timesteps,
+epsilon or v) stays the host's own code. The VAE's wrappers work the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdaccel.errors import SdaccelError
+from sdaccel.integrations.host import SWITCHED_OFF, Loaded, WebHost
+from sdaccel.integrations.host_watch import ABSENT, replaced_forward, swapped
+
+MODULES = ("shared", "devices", "sd_models")
+
+# What Forge tells every call about itself; anything else in transformer_options changes the result.
+_HARMLESS = frozenset(
+    {
+        "block",
+        "cond_indices",
+        "cond_mark",
+        "cond_or_uncond",
+        "original_shape",
+        "sigmas",
+        "transformer_index",
+        "uncond_indices",
+    }
+)
+_KNOWN = frozenset({"c_concat", "c_crossattn", "control", "control_model", "transformer_options", "y"})
+
+
+def host_modules() -> SimpleNamespace:
+    """The parts of the host that `Forge` uses, imported."""
+    return SimpleNamespace(**{name: importlib.import_module(f"modules.{name}") for name in MODULES})
+
+
+class Forge(WebHost):
+    """The extension in Forge: callbacks and script hooks call its methods."""
+
+    name = "Forge"
+
+    def __init__(self, host: Any = None):
+        super().__init__(host_modules() if host is None else host)
+        self._patcher: Any = None
+        """The clone of the UNet's patcher that carries our wrapper in this generation."""
+
+    # what the host has
+
+    def _model(self) -> Any:
+        return getattr(self.host.sd_models.model_data, "sd_model", None)
+
+    def loaded(self) -> Loaded | None:
+        model = self._model()
+        objects = getattr(model, "forge_objects", None)
+        info = getattr(model, "sd_checkpoint_info", None)
+        unet = getattr(getattr(getattr(objects, "unet", None), "model", None), "diffusion_model", None)
+        vae = getattr(getattr(objects, "vae", None), "first_stage_model", None)
+        if info is None or not isinstance(unet, nn.Module) or not isinstance(vae, nn.Module):
+            return None
+        device = torch.device(self.host.devices.device).type
+        return Loaded(Path(info.filename), self._vae_file(), unet, vae, device)
+
+    def _vae_file(self) -> Path | None:
+        """A VAE among the additional modules chosen in the interface."""
+        parameters = getattr(self.host.sd_models.model_data, "forge_loading_parameters", None) or {}
+        for name in parameters.get("additional_modules") or ():
+            path = Path(str(name))
+            if "vae" in path.name.lower() or path.parent.name.lower() == "vae":
+                return path
+        return None
+
+    def hindrance(self, part: str) -> str | None:
+        objects = getattr(self._model(), "forge_objects", None)
+        patcher = getattr(objects, part, None)
+        patcher = (self._patcher or patcher) if part == "unet" else getattr(patcher, "patcher", patcher)
+        names = sorted({Path(str(key[0])).stem for key in getattr(patcher, "lora_patches", None) or {}})
+        if names:
+            return f"networks are active that the engine does not hold: {', '.join(names)}."
+        inside = ("diffusion_model", "first_stage_model", "decoder", "encoder", "quant_conv", "post_quant_conv")
+        for name in getattr(patcher, "object_patches", None) or {}:
+            if str(name).startswith(inside):
+                return f"{name} has been replaced by an object patch."
+        loaded = self.loaded()
+        if part == "unet" and loaded is not None:
+            return replaced_forward(loaded.unet, "forward of the UNet")
+        return None
+
+    # callbacks
+
+    def loaded_callback(self, sd_model: Any = None) -> None:
+        """on_model_loaded."""
+        self.model_loaded()
+
+    # script hooks
+
+    def begin(self, p: Any) -> None:
+        """Script.process: before the image of img2img is encoded."""
+        super().begin(p)
+        self._patcher = None
+        self._wrap_vae(p.sd_model)
+
+    def before_sampling(self, p: Any) -> None:
+        """Script.process_before_every_sampling: each pass of hires fix has patchers of its own."""
+        self._wrap_vae(p.sd_model)
+        objects = getattr(p.sd_model, "forge_objects", None)
+        if objects is None or self.loaded() is None:
+            return
+        unet = objects.unet.clone()
+        outer = unet.model_options.get("model_function_wrapper")
+        if isinstance(outer, functools.partial) and outer.func == self.wrapper:
+            outer = outer.keywords["outer"]
+        unet.set_model_unet_function_wrapper(functools.partial(self.wrapper, outer=outer))
+        self._patcher = objects.unet = unet
+
+    def describe(self, p: Any) -> None:
+        """Script.postprocess_batch: images are decoded, their infotext is not written yet."""
+        if "unet" not in self.report.components:
+            self.report.fell_back("unet", self._why_none())
+        super().describe(p)
+
+    def _why_none(self) -> str:
+        """Why no call of the UNet came to us."""
+        if not self.enabled:
+            return SWITCHED_OFF
+        loaded = self.loaded()
+        if loaded is None:
+            return "the model that is loaded is no Stable Diffusion UNet"
+        try:
+            self.engines(loaded).context("unet")
+        except SdaccelError as error:
+            return str(error)
+        return "another extension took over the call of the model"
+
+    def unload(self) -> None:
+        """on_script_unloaded: nothing of ours stays in the host."""
+        self._patcher = None
+
+    # the UNet
+
+    def wrapper(
+        self, apply_model: Callable[..., torch.Tensor], args: Mapping[str, Any], outer: Callable[..., Any] | None = None
+    ) -> torch.Tensor:
+        """``f(apply_model, {"input", "timestep", "c", "cond_or_uncond"})``, inside another extension's ``outer``."""
+        apply = functools.partial(self._apply, apply_model)
+        if outer is not None:
+            return outer(apply, args)
+        return apply(args["input"], args["timestep"], **args["c"])
+
+    def _apply(self, apply_model: Callable[..., torch.Tensor], x: torch.Tensor, t: torch.Tensor, **c: Any) -> Any:
+        loaded = self.loaded()
+        model = getattr(apply_model, "__self__", None)
+        if loaded is None or getattr(model, "diffusion_model", None) is not loaded.unet:
+            self.report.fell_back("unet", "the model that runs is not the one that the host has loaded.")
+            return apply_model(x, t, **c)
+        outside = {name: value for name, value in c.items() if name not in _KNOWN}
+        unet: Any = loaded.unet
+        forward = unet.forward
+
+        def answer(
+            x: torch.Tensor,
+            timesteps: Any = None,
+            context: Any = None,
+            y: Any = None,
+            control: Any = None,
+            transformer_options: Mapping[str, Any] | None = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            options = transformer_options or {}
+            refused = {f"transformer_options {name}": v for name, v in options.items() if name not in _HARMLESS}
+            refused |= {"ControlNet residuals (control)": control, **outside, **kwargs}
+            plain = functools.partial(
+                forward, x, timesteps, context, y, control, {} if transformer_options is None else options, **kwargs
+            )
+            # While ours is away: one that other code has put there is a reason against engines.
+            with swapped((unet, "forward", before)):
+                return self.call_unet(unet, plain, x, timesteps, context, y, refused, whole=False)
+
+        before = unet.__dict__.get("forward", ABSENT)
+        with swapped((unet, "forward", answer)):
+            return apply_model(x, t, **c)
+
+    # the VAE
+
+    def _wrap_vae(self, sd_model: Any) -> None:
+        objects = getattr(sd_model, "forge_objects", None)
+        if objects is None or self.loaded() is None:
+            return
+        vae = objects.vae.clone()
+        for name, setter, method, call in (
+            ("model_vae_decode_wrapper", "set_model_vae_decode_wrapper", "decode", self.call_decode),
+            ("model_vae_encode_wrapper", "set_model_vae_encode_wrapper", "encode", self.call_encode),
+        ):
+            outer = vae.patcher.model_options.get(name)
+            if isinstance(outer, functools.partial) and outer.func == self.vae_wrapper:
+                outer = outer.keywords["outer"]
+            wrapper = functools.partial(self.vae_wrapper, method=method, call=call, outer=outer)
+            getattr(vae.patcher, setter)(wrapper)
+        objects.vae = vae
+
+    def vae_wrapper(
+        self,
+        inner: Callable[[torch.Tensor], torch.Tensor],
+        tensor: torch.Tensor,
+        method: str,
+        call: Callable[..., Any],
+        outer: Callable[..., Any] | None,
+    ) -> torch.Tensor:
+        """``f(decode_inner, samples)``: the host's own code around the network, which an engine answers for."""
+        loaded = self.loaded()
+        if loaded is None:
+            return inner(tensor) if outer is None else outer(inner, tensor)
+        vae = loaded.vae
+        plain = getattr(vae, method)
+
+        def answer(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return call(vae, functools.partial(plain, value, *args, **kwargs), value)
+
+        with swapped((vae, method, answer)):
+            return inner(tensor) if outer is None else outer(inner, tensor)
+
+
+__all__ = ["Forge", "host_modules"]

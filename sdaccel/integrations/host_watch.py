@@ -1,0 +1,130 @@
+"""Whether a torch module of a WebUI still computes what its checkpoint file says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sdaccel.errors import ModelError
+from sdaccel.integrations.watch import ModuleWatch
+from sdaccel.models import ldm
+from sdaccel.models.tensors import Component
+
+SAMPLES = 16
+
+
+def differs_from_file(component: Component, module: nn.Module) -> str | None:
+    """How the module's weights differ from those of its file, rounded to its dtype; None if they do not.
+
+    Compares names, shapes and 16 values of each weight: a merge in memory, another file under the same name, quantized
+    weights or added layers show in that.
+    """
+    live: dict[str, torch.Tensor] = dict(module.named_parameters())
+    for place in ldm.places(component.name, component.config):
+        now, ref = live.pop(place.ldm, None), component.tensors.get(place.name)
+        if now is None or ref is None:
+            return f"the loaded {component.name} has no {place.ldm}"
+        if now.is_meta:
+            return f"{place.ldm} is not in memory"
+        if now.numel() != ref.count or not now.is_floating_point():
+            return f"{place.ldm} is stored as {list(now.shape)} {_dtype(now)}, the file has {list(ref.shape)}"
+        count = max(now.numel(), 1)
+        places = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64).round().long()
+        expected = ref.read().reshape(-1)[places].to(now.dtype).float()
+        index = torch.unravel_index(places.to(now.device), now.shape) if now.dim() else ()
+        found = now.detach()[index].float().cpu().reshape(-1)
+        if not torch.equal(found, expected.reshape(-1)):
+            return f"the loaded weights are not those of the file ({place.ldm} first): merged or edited in memory"
+    if live:
+        return f"the loaded {component.name} has parts that the file has not ({min(live)}): an extension added them"
+    return None
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def patched_part(module: nn.Module) -> str | None:
+    """What inside ``module`` is not as its classes define it: a replaced forward, a hook, a foreign class.
+
+    The module's own forward is looked at by `replaced_forward`.
+    """
+    known = {"torch", "modules", type(module).__module__.split(".")[0]}
+    for name, part in module.named_modules():
+        kind = type(part)
+        if kind.__module__.split(".")[0] not in known:
+            return f"{name or 'the module'} has become a {kind.__name__} ({kind.__module__})"
+        if part is module:
+            continue
+        reason = replaced_forward(part, f"{name}.forward")
+        if reason:
+            return reason
+        if part._forward_hooks or part._forward_pre_hooks:
+            return f"{name} has a forward hook"
+    return None
+
+
+def replaced_forward(module: nn.Module, name: str) -> str | None:
+    """Whether ``forward`` stands on the instance, put there by other code."""
+    found = module.__dict__.get("forward")
+    if found is None or getattr(found, "__func__", None) is type(module).forward:
+        return None
+    return f"{name} has been replaced by {getattr(found, '__module__', None) or type(found).__module__}"
+
+
+class Watched:
+    """A torch module of the host: compared with its file first, then watched."""
+
+    def __init__(self, component: Component, module: nn.Module):
+        self.module = module
+        self.lock = threading.RLock()
+        self._component = component
+        self._watch: ModuleWatch | None = None
+        self._due = True
+
+    def begin(self) -> None:
+        """A generation begins: the next `reason` looks at everything."""
+        self._due = True
+
+    def reason(self) -> str | None:
+        """Why an engine would not compute what the module computes now."""
+        with self.lock:
+            if self._watch is None:
+                try:
+                    reason = patched_part(self.module) or differs_from_file(self._component, self.module)
+                except ModelError as error:  # the file is gone or another one
+                    return str(error)
+                if reason is None:
+                    self._watch = ModuleWatch(self.module)
+                    reason = self._watch.reason(careful=True)
+                return reason
+            due, self._due = self._due, False
+            return self._watch.look() if due else self._watch.reason()
+
+
+ABSENT = object()
+
+
+@contextmanager
+def swapped(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """(object, attribute, value or ABSENT): changes attributes of instances, and puts back exactly what was there."""
+    before = [(thing, name, thing.__dict__.get(name, ABSENT)) for thing, name, _ in changes]
+    try:
+        for change in changes:
+            _set(*change)
+        yield
+    finally:
+        for change in before:
+            _set(*change)
+
+
+def _set(thing: Any, name: str, value: Any) -> None:
+    if value is ABSENT:
+        thing.__dict__.pop(name, None)
+    else:
+        thing.__dict__[name] = value
