@@ -1,0 +1,429 @@
+"""The pages' own HTML: tables, bars, notices. Every text is escaped: names and paths are written by others.
+
+It stands on the colours that every Gradio theme defines, so that it looks at home in each host, light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from sdaccel.listing import size_text
+from sdaccel.ui.preflight import Preflight
+from sdaccel.ui.queue import DONE, INTERRUPTED, RUNNING, WAITING, Job
+from sdaccel.ui.requests import BuildRequest
+from sdaccel.ui.rows import EngineRow
+from sdaccel.ui.tasks import FAILED, Task
+
+if TYPE_CHECKING:
+    from sdaccel.generate import Result
+    from sdaccel.ui.studio import Comparison
+
+STYLE = """<style>
+.sd { --line: var(--border-color-primary, #d9dde2); --soft: var(--body-text-color-subdued, #5f6670);
+  --ok: #1a7f37; --warn: #9a5b00; --bad: #c2272d; --accent: var(--color-accent, #2f6fb5);
+  color: var(--body-text-color, #1c1e21); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
+.dark .sd { --ok: #57c478; --warn: #e3a34b; --bad: #ff7b72; }
+.sd p { margin: .25rem 0; } .sd .soft { color: var(--soft); } .sd h3 { font-size: 1rem; margin: .25rem 0 .5rem; }
+.sd .ok { color: var(--ok); } .sd .warn { color: var(--warn); } .sd .bad { color: var(--bad); }
+.sd-notice { border-left: 4px solid var(--accent); padding: .5rem .75rem; border-radius: 4px;
+  background: var(--background-fill-secondary, #f4f5f7); }
+.sd-notice.bad { border-color: var(--bad); color: inherit; } .sd-notice.ok { border-color: var(--ok); color: inherit; }
+.sd-notice.warn { border-color: var(--warn); color: inherit; }
+.sd-problem { color: var(--bad, #c2272d); }
+.sd-card { border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; margin: 0 0 .6rem; }
+.sd-head { display: flex; flex-wrap: wrap; gap: .15rem .75rem; align-items: baseline; }
+.sd-head b { font-weight: 600; } .sd-head .end { margin-left: auto; }
+.sd-pill { font-size: 12px; padding: 0 .5rem; border: 1px solid currentColor; border-radius: 99px;
+  white-space: nowrap; }
+.sd-bar { height: 8px; border-radius: 99px; overflow: hidden; margin: .45rem 0 .3rem;
+  background: var(--border-color-primary, #d9dde2); }
+.sd-bar span { display: block; height: 100%; background: var(--color-accent, #2f6fb5); border-radius: 99px;
+  transition: width .3s; }
+.sd-empty { border: 1px dashed var(--line); border-radius: 8px; padding: 1.25rem; text-align: center; }
+.sd table { width: 100%; border-collapse: collapse; margin: 0; font-size: 14px; border: 0; }
+.sd th, .sd td { text-align: left; padding: .4rem .9rem .4rem 0; vertical-align: top; border: 0;
+  border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
+.sd tr, .sd td, .sd th { background: transparent; }
+.sd thead th { color: var(--soft); font-weight: 500; font-size: 12px; white-space: nowrap; }
+.sd tr.group td { font-weight: 600; padding-top: 1rem; }
+.sd td .soft { font-size: 12px; } .sd .num { white-space: nowrap; font-variant-numeric: tabular-nums; }
+.sd code { font: 12px ui-monospace, monospace; background: none; border: 0; padding: 0; color: var(--soft); }
+.sd pre { font: 12px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow: auto; max-height: 20rem; margin: 0;
+  padding: .6rem .8rem; border-radius: 6px; border: 1px solid var(--line);
+  background: var(--background-fill-secondary, #f4f5f7); color: inherit; }
+.sd summary { cursor: pointer; color: var(--soft); padding: .2rem 0; }
+.sd dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem .9rem; margin: 0; }
+.sd dt { color: var(--soft); } .sd dd { margin: 0; }
+.sd ul { margin: .4rem 0 0; padding-left: 1.1rem; list-style: disc; }
+.sd-pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 220px), 1fr)); gap: .9rem; }
+.sd-pictures figure { margin: 0; } .sd-pictures img { width: 100%; height: auto; border-radius: 6px; display: block;
+  border: 1px solid var(--line); }
+.sd figcaption { padding-top: .3rem; }
+.sd-live { max-width: 100%; width: 384px; border-radius: 6px; display: block; margin-top: .5rem; }
+.sd-frame { width: 100%; height: min(75vh, 900px); border: 1px solid var(--line); border-radius: 8px;
+  background: #fff; }
+.sd-out { display: none !important; }
+@media (max-width: 760px) {
+  .sd-rows thead { display: none; } .sd-rows tr { display: block; border-bottom: 1px solid var(--line);
+    padding: .5rem 0; }
+  .sd-rows td { display: grid; grid-template-columns: 7.5rem 1fr; border: 0; padding: .1rem 0; white-space: normal; }
+  .sd-rows td::before { content: attr(data-name); color: var(--soft); }
+  .sd-rows tr.group td { display: block; padding-top: .4rem; } .sd-rows tr.group td::before { content: none; }
+}
+</style>"""
+
+NAMES = {
+    "unet": "UNet",
+    "vae_decoder": "VAE decoder",
+    "vae_encoder": "VAE encoder",
+    "text_encoder": "text encoder",
+    "text_encoder_2": "text encoder 2",
+}
+
+
+def name(component: str) -> str:
+    return NAMES.get(component, component)
+
+
+def box(inner: str) -> str:
+    return f'<div class="sd">{inner}</div>'
+
+
+# ---- words
+
+
+def duration(seconds: float) -> str:
+    """``8 s``, ``2 min 5 s``, ``1 h 20 min``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole < 600 and whole % 60 else f"{round(whole / 60)} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def ago(when: float | None) -> str:
+    if when is None:
+        return "never"
+    seconds = time.time() - when
+    for length, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'' if count == 1 else 's'} ago"
+    return "just now"
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def request_text(request: BuildRequest) -> str:
+    """What is built, in short."""
+    if request.preset:
+        parts = [f"preset {request.preset}"]
+    elif request.profiles:
+        parts = ["as it was built before"]
+    else:
+        parts = [", ".join(request.resolutions) + " px" if request.resolutions else "native range"]
+    parts += [f"batch {', '.join(request.batches)}"] if request.batches else []
+    parts += [f"tokens {', '.join(request.tokens)}"] if request.tokens else []
+    parts += [", ".join(map(name, request.components))] if request.components else []
+    parts += [request.precision] if request.precision else []
+    return " · ".join(parts)
+
+
+# ---- small things
+
+
+def notice(text: str, kind: str = "") -> str:
+    """kind: "", "ok", "warn" or "bad". Empty text shows nothing."""
+    if not text:
+        return ""
+    role = "alert" if kind == "bad" else "status"
+    return box(f'<div class="sd-notice {kind}" role="{role}">{escape(text)}</div>')
+
+
+def problem(text: str) -> str:
+    return box(f'<p class="sd-problem" role="alert">{escape(text)}</p>') if text else ""
+
+
+def bar(fraction: float, label: str) -> str:
+    percent = 100 * min(1.0, max(0.0, fraction))
+    return (
+        f'<div class="sd-bar" role="progressbar" aria-label="{escape(label)}" aria-valuemin="0" aria-valuemax="100" '
+        f'aria-valuenow="{percent:.0f}"><span style="width:{percent:.1f}%"></span></div>'
+    )
+
+
+def _line(stage: str, fraction: float, seconds: float, left: float | None) -> str:
+    parts = [f"{100 * fraction:.0f} %", duration(seconds)]
+    parts += [f"about {duration(left)} left"] if left is not None else []
+    return (
+        f'<div class="sd-head soft"><span>{escape(stage)}</span><span class="end num">{" · ".join(parts)}</span></div>'
+    )
+
+
+def task(running: Task) -> str:
+    """A task under way, with its picture; why it failed; nothing of one that is done."""
+    if running.running:
+        picture = f'<img class="sd-live" alt="the image so far" src="{running.preview}">' if running.preview else ""
+        return box(
+            f'<div class="sd-card">{bar(running.fraction, running.title)}'
+            f"{_line(running.stage, running.fraction, running.seconds, running.seconds_left)}{picture}</div>"
+        )
+    if running.state == FAILED:
+        return notice(running.message, "bad")
+    return notice(f"{running.title[:1].upper()}{running.title[1:]} was stopped.", "warn")
+
+
+# ---- engines
+
+
+def engines(rows: Sequence[EngineRow]) -> str:
+    """The table, a group a checkpoint."""
+    if not rows:
+        return box('<div class="sd-empty"><p><b>No engines yet</b></p><p class="soft">Build some on the Build page: '
+                   "pick a checkpoint, look at what it needs, press Build.</p></div>")  # fmt: skip
+    heads = ("component", "images", "precision", "size", "last used", "speed", "state")
+    body = ""
+    for checkpoint, members in group(rows).items():
+        total = sum(row.size for row in members)
+        body += (
+            f'<tr class="group"><td colspan="{len(heads)}">{escape(checkpoint)} '
+            f'<span class="soft">{plural(len(members), "engine")}, {size_text(total)} of their own</span></td></tr>'
+        )
+        body += "".join(_engine(row, heads) for row in members)
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    return box(f'<table class="sd-rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>')
+
+
+def group(rows: Sequence[EngineRow]) -> dict[str, list[EngineRow]]:
+    found: dict[str, list[EngineRow]] = {}
+    for row in rows:
+        found.setdefault(row.checkpoint or "unreadable", []).append(row)
+    return found
+
+
+def shapes(row: EngineRow) -> str:
+    """``256-512 px · batch 1-4 · 77 tokens``: each distinct value once."""
+    parts = [", ".join(dict.fromkeys(row.resolutions)) + " px"] if row.resolutions else []
+    parts += [f"batch {', '.join(dict.fromkeys(row.batches))}"] if row.batches else []
+    parts += [f"tokens {', '.join(dict.fromkeys(row.tokens))}"] if row.tokens else []
+    return " · ".join(parts)
+
+
+def _engine(row: EngineRow, heads: Sequence[str]) -> str:
+    kind = {"ready": "ok", "stale": "warn"}.get(row.state, "bad")
+    reason = f'<br><span class="soft">{escape(row.reason)}</span>' if row.reason else ""
+    cells = (
+        f"{escape(name(row.component) or 'unreadable')}<br><code>{escape(row.key[:12])}</code>",
+        escape(shapes(row)),
+        f'{escape(row.precision)}<br><span class="soft">{escape(row.backend)}</span>',
+        f'<span class="num">{size_text(row.size)}</span><br>'
+        f'<span class="soft num">+ {size_text(row.shared)} shared</span>',
+        escape(ago(row.last_used)),
+        f'<span class="num">{row.speed:.2f}×</span> torch' if row.speed else '<span class="soft">not measured</span>',
+        f'<span class="sd-pill {kind}">{escape(row.state)}</span>{reason}',
+    )
+    joined = "".join(f'<td data-name="{head}"><div>{cell}</div></td>' for head, cell in zip(heads, cells, strict=True))
+    return f"<tr>{joined}</tr>"
+
+
+def frame(page: str, title: str) -> str:
+    """A whole page of its own inside this one; it runs no scripts."""
+    return f'<iframe class="sd-frame" sandbox title="{escape(title)}" srcdoc="{escape(page)}"></iframe>'
+
+
+def verification(documents: Iterable[Mapping[str, Any]]) -> str:
+    """What ``sdaccel verify --json`` said."""
+    parts = []
+    for document in documents:
+        checks, image = document["components"], document["image"]
+        # What was not chosen does not count against what was.
+        equal = all(check["ok"] for check in checks) and (image is None or image["ok"])
+        verdict = "Equal to torch" if equal else "Differs from torch"
+        text = f'<p><b class="{"ok" if equal else "bad"}">{verdict}</b> <span class="soft">{escape(document["origin"])}'
+        parts.append(f"{text}</span></p>{_checks(checks)}{_image_check(image)}")
+    return box("".join(f'<div class="sd-card">{part}</div>' for part in parts))
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
+    heads = ("component", "shape", "error", "limit", "verdict")
+    body = ""
+    for check in checks:
+        shape = ", ".join(f"{axis} {size}" for axis, size in check["shape"].items())
+        error = "none" if check["error"] is None else f"{check['error']:.1e}"
+        cells = (
+            f"{escape(name(check['component']))} <code>{escape(check['engine'][:12])}</code>",
+            escape(shape),
+            escape(check["problem"] or error),
+            f"{check['limit']:.0e}",
+            f'<span class="{"ok" if check["ok"] else "bad"}">{"equal" if check["ok"] else "differs"}</span>',
+        )
+        body += "<tr>" + "".join(
+            f'<td data-name="{head}"><div>{cell}</div></td>' for head, cell in zip(heads, cells, strict=True)
+        )
+        body += "</tr>"
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    return f'<table class="sd-rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _image_check(image: Mapping[str, Any] | None) -> str:
+    if image is None:
+        return ""
+    text = (
+        f"A whole image, {image['width']}×{image['height']}, {image['steps']} steps: {decibels(image['psnr'])} "
+        f"(at least {image['limits']['image_psnr']:g})."
+    )
+    reasons = "".join(f"<li>{escape(str(reason))}</li>" for reason in [*image["fallbacks"], *image["failed"]])
+    return f"<p>{escape(text)}</p>" + (f"<ul>{reasons}</ul>" if reasons else "")
+
+
+def decibels(psnr: float | None) -> str:
+    return "equal to the last bit" if psnr is None or math.isinf(psnr) else f"PSNR {psnr:.1f} dB"
+
+
+# ---- builds
+
+
+def needs(label: str, found: Preflight) -> str:
+    """The preflight of one checkpoint."""
+    if found.covered:
+        text = "Nothing to build: the engines of this checkpoint hold all of it already."
+        head = f'<p class="ok"><b>{text}</b></p>'
+    else:
+        figures = {
+            "disk": f"{size_text(found.disk)} more, {size_text(found.disk_free)} free",
+            "GPU memory": None if found.vram is None else size_text(found.vram),
+            "main memory": size_text(found.memory),
+            "time": f"{duration(found.seconds)}, from {found.seconds_from}",
+            "for": found.device,
+        }
+        rows = "".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in figures.items() if text)
+        there = [name(part.component) for part in found.parts if part.exact]
+        rows += f"<dt>there already</dt><dd>{escape(', '.join(there))}</dd>" if there else ""
+        head = f'<dl>{rows}</dl><p class="soft">Every figure is an estimate.</p>'
+    warnings = "".join(f'<p class="warn">{escape(text)}</p>' for text in found.warnings)
+    return box(f'<div class="sd-card"><h3>{escape(label)}</h3>{head}{warnings}</div>')
+
+
+STATES = {RUNNING: "", WAITING: "soft", DONE: "ok", INTERRUPTED: "warn", "failed": "bad", "cancelled": "warn"}
+
+
+def jobs_now(jobs: Sequence[Job]) -> str:
+    """What runs and what waits."""
+    alive = [job for job in jobs if not job.ended]
+    if not alive:
+        return box('<p class="soft">No build is under way.</p>')
+    cards = ""
+    for job in sorted(alive, key=lambda job: job.state != RUNNING):
+        progress = ""
+        if job.state == RUNNING:
+            progress = bar(job.fraction, f"build of {job.request.name}")
+            progress += _line(job.stage or "starting", job.fraction, job.seconds, job.seconds_left)
+        cards += f'<div class="sd-card">{_job_head(job)}{progress}</div>'
+    return box(cards)
+
+
+def jobs_past(jobs: Sequence[Job], logs: Mapping[str, str]) -> str:
+    """What has ended, the newest first, with what it said."""
+    ended = [job for job in reversed(jobs) if job.ended]
+    if not ended:
+        return ""
+    cards = ""
+    for job in ended:
+        took = "" if job.state == DONE and not job.seconds else f"after {duration(job.seconds)}"
+        message = f'<p class="{STATES[job.state]}">{escape(job.message)}</p>' if job.message else ""
+        notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in job.notes)
+        log = logs.get(job.id, "").strip()
+        details = f"<details><summary>Log</summary><pre>{escape(log)}</pre></details>" if log else ""
+        cards += f'<div class="sd-card">{_job_head(job, took)}{message}{notes}{details}</div>'
+    return box(f"<h3>Ended</h3>{cards}")
+
+
+def _job_head(job: Job, took: str = "") -> str:
+    return (
+        f'<div class="sd-head"><b>{escape(job.request.name)}</b><span class="soft">{escape(request_text(job.request))}'
+        f'</span><span class="end"><span class="soft num">{took}</span> '
+        f'<span class="sd-pill {STATES[job.state]}">{job.state}</span></span></div>'
+    )
+
+
+def log(text: str) -> str:
+    return box(f"<pre>{escape(text.strip())}</pre>" if text.strip() else '<p class="soft">Nothing was said yet.</p>')
+
+
+# ---- images
+
+
+def comparison(found: Comparison, pictures: Sequence[str]) -> str:
+    """``pictures``: data URIs of torch's image, the engines' and the difference."""
+    if found.equal and found.by_engines:
+        verdict = f'<b class="ok">Equal to torch</b>: {decibels(found.psnr)}, at least {found.limit:g} counts as equal.'
+    elif not found.by_engines:
+        verdict = f'<b class="warn">Engines did not run all of it</b>: {decibels(found.psnr)}.'
+    else:
+        verdict = f'<b class="bad">Differs from torch</b>: {decibels(found.psnr)}, {found.limit:g} is the least.'
+    ratio = found.torch_seconds / found.engine_seconds if found.engine_seconds else 0.0
+    gain = f"times {found.gain:g}; the largest is {found.max_abs:.0f} of 255" if found.max_abs else "there is none"
+    captions = (
+        ("torch", f"{found.torch_seconds:.2f} s"),
+        ("engines", f"{found.engine_seconds:.2f} s, {ratio:.2f}× as fast"),
+        ("difference", gain),
+    )
+    figures = "".join(
+        f'<figure><img alt="{title}" src="{picture}"><figcaption><b>{title}</b> <span class="soft">{escape(text)}'
+        "</span></figcaption></figure>"
+        for (title, text), picture in zip(captions, pictures, strict=True)
+    )
+    return box(
+        f'<p>{verdict} <span class="soft">Seed {found.seed}.</span></p>'
+        f'<div class="sd-pictures">{figures}</div>{_reasons(found.result)}'
+    )
+
+
+def report(result: Result) -> str:
+    """What ran, in plain words: which engines, what torch did instead and why, milliseconds."""
+    totals: dict[str, list[float]] = {}
+    ids: dict[str, set[str]] = {}
+    for each in result.reports:
+        for component, run in each.components.items():
+            row = totals.setdefault(component, [0.0] * 4)
+            for at, value in enumerate((run.calls, run.milliseconds, run.torch_calls, run.torch_milliseconds)):
+                row[at] += value
+            ids.setdefault(component, set()).update(key[:12] for key in run.engines)
+    heads = ("component", "ran by", "calls", "ms a call", "in all")
+    body = ""
+    for component, (calls, engine_ms, torch_calls, torch_ms) in totals.items():
+        for who, count, spent in (
+            (f"engine {', '.join(sorted(ids[component]))}", calls, engine_ms),
+            ("torch", torch_calls, torch_ms),
+        ):
+            if count:
+                cells = (name(component), who, f"{count:.0f}", f"{spent / count:.1f}", f"{spent / 1e3:.2f} s")
+                body += "<tr>" + "".join(
+                    f'<td data-name="{head}"><div>{escape(cell)}</div></td>'
+                    for head, cell in zip(heads, cells, strict=True)
+                )
+                body += "</tr>"
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    table = f'<table class="sd-rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>' if body else ""
+    return f"{table}{_reasons(result)}"
+
+
+def _reasons(result: Result) -> str:
+    counted: dict[tuple[str, str], int] = {}
+    for fallback in result.fallbacks:
+        key = (fallback.component, fallback.reason)
+        counted[key] = counted.get(key, 0) + fallback.calls
+    lines = [
+        f"<li><b>{escape(name(component))}</b> ran in torch ({plural(count, 'call')}): {escape(reason)}</li>"
+        for (component, reason), count in counted.items()
+    ]
+    lines += [f"<li>{escape(note)}</li>" for note in dict.fromkeys(n for r in result.reports for n in r.notes)]
+    lines += [f'<li class="bad">{escape(text)}</li>' for text in result.failed]
+    return f"<ul>{''.join(lines)}</ul>" if lines else ""

@@ -1,0 +1,672 @@
+"""The tab of engines, shown by `sdaccel ui`, AUTOMATIC1111 and Forge alike: Gradio 3.41, 4.40 and 6 build it unchanged.
+
+Each button does one short thing, then rings the hidden ``bell``. That starts the page's only long event, `watch`, which
+sends what has changed until nothing is under way. Loading the page rings the bell too, so that a page loaded in the
+middle of a build finds it where it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import gradio as gr
+
+from sdaccel.errors import SdaccelError, SettingError, StoreError
+from sdaccel.generate import Request
+from sdaccel.listing import size_text
+from sdaccel.presets import presets
+from sdaccel.ui import fragments as html
+from sdaccel.ui.requests import BuildRequest, words
+from sdaccel.ui.services import Host, Services
+from sdaccel.ui.tasks import fault
+
+_log = logging.getLogger("sdaccel")
+
+Update = Any
+Changes = dict[Any, Update]
+
+POLL_SECONDS = 0.4
+LINGER_SECONDS = 1.5
+MOST_WATCHERS = 16
+MOST_LOGS = 12
+
+NATIVE, CUSTOM = "native", "custom"
+COMPONENTS = ("unet", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
+PRECISIONS = ("fp32", "fp16", "bf16")
+_ALL = "all of "
+
+
+def guarded(place: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Errors of an event become a message in ``place``, an HTML component: never a traceback, never a dead host."""
+
+    def message(error: Exception) -> Changes:
+        if isinstance(error, SdaccelError):
+            return {place: html.notice(str(error), "bad")}
+        _log.exception("an event of the page failed")
+        return {place: html.notice(fault(error), "bad")}
+
+    def wrap(event: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isgeneratorfunction(event):
+
+            @functools.wraps(event)
+            def stream(*values: Any) -> Iterator[Any]:
+                try:
+                    yield from event(*values)
+                except Exception as error:  # noqa: BLE001 - the page's last resort
+                    yield message(error)
+
+            return stream
+
+        @functools.wraps(event)
+        def call(*values: Any) -> Any:
+            try:
+                return event(*values)
+            except Exception as error:  # noqa: BLE001 - the page's last resort
+                return message(error)
+
+        return call
+
+    return wrap
+
+
+def unlimited() -> dict[str, Any]:
+    """For events that last: several pages may watch at once. Gradio 3 has no such limit of one."""
+    listener = inspect.signature(gr.Button(render=False).click).parameters
+    return {"concurrency_limit": None} if "concurrency_limit" in listener else {}
+
+
+class Bell:
+    """Rung by events, heard by the page's watcher."""
+
+    def __init__(self) -> None:
+        self.component = gr.Textbox(value="", label="bell", elem_classes=["sd-out"], container=False)
+
+    def ring(self) -> Changes:
+        return {self.component: str(time.time_ns())}
+
+
+class Watchers:
+    """Who watches, so that pages which were left without a word do not pile up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alive: list[object] = []
+
+    def enter(self) -> object:
+        mark = object()
+        with self._lock:
+            self._alive = [*self._alive, mark][-MOST_WATCHERS:]
+        return mark
+
+    def stays(self, mark: object) -> bool:
+        return mark in self._alive
+
+    def leave(self, mark: object) -> None:
+        with self._lock:
+            self._alive = [other for other in self._alive if other is not mark]
+
+
+def watch(watchers: Watchers, changes: Callable[[dict[str, Any]], Changes], busy: Callable[[], bool]) -> Iterator[Any]:
+    """Yields what has changed until nothing is under way. ``changes`` is given what was sent, and keeps it up."""
+    sent: dict[str, Any] = {}
+    mark = watchers.enter()
+    idle = 0.0
+    try:
+        while watchers.stays(mark):
+            under_way = busy()  # before looking, so that the end itself is sent
+            found = changes(sent)
+            if found:
+                yield found
+            idle = 0.0 if under_way else idle + POLL_SECONDS
+            if idle > LINGER_SECONDS:
+                return
+            time.sleep(POLL_SECONDS)
+    finally:
+        watchers.leave(mark)
+
+
+def fresh(sent: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether ``value`` has not been sent yet; it counts as sent from now on."""
+    if name in sent and sent[name] == value:
+        return False
+    sent[name] = value
+    return True
+
+
+# ---- the tab
+
+
+def build_tab(services: Services, host: Host | None = None) -> Any:
+    """The tab as `gr.Blocks`, to be rendered into a host's page or launched alone."""
+    if host is not None:
+        services.host = host
+    watchers = Watchers()
+    with gr.Blocks(analytics_enabled=False) as blocks:
+        gr.HTML(html.STYLE)
+        bell = Bell()
+        refusal = _refusal(services)
+        if refusal:
+            gr.HTML(html.notice(refusal, "warn"))
+        with gr.Tabs():
+            with gr.TabItem("Engines"):
+                engines = EnginesPage(services, bell)
+            with gr.TabItem("Build"):
+                builds = BuildPage(services, bell)
+            with gr.TabItem("Compare"):
+                compare = ComparePage(services, bell)
+        pages = (engines, builds, compare)
+
+        def changes(sent: dict[str, Any]) -> Changes:
+            found: Changes = {}
+            for page in pages:
+                found.update(page.changes(sent))
+            return found
+
+        def busy() -> bool:
+            return any(page.busy() for page in pages)
+
+        @guarded(engines.notice)
+        def watching() -> Iterator[Any]:
+            yield from watch(watchers, changes, busy)
+
+        outputs = [component for page in pages for component in page.live]
+        bell.component.change(watching, None, outputs, show_progress="hidden", **unlimited())
+        blocks.load(bell.ring, None, [bell.component], show_progress="hidden")
+    return blocks
+
+
+def _refusal(services: Services) -> str:
+    try:
+        services.host.permit("building, deleting and importing")
+    except SettingError as error:
+        text = str(error)
+        return text[:1].upper() + text[1:]
+    return ""
+
+
+class EnginesPage:
+    def __init__(self, services: Services, bell: Bell):
+        self.services, self.bell = services, bell
+        free = services.host.allowed
+        self.notice = gr.HTML("")
+        self.table = gr.HTML("")
+        self.chosen = gr.Dropdown(
+            [], value=[], multiselect=True, allow_custom_value=True, label="Engines to work on",
+            info="One, several, or all of a checkpoint.",
+        )  # fmt: skip
+        with gr.Row():
+            inspecting = gr.Button("Inspect")
+            verifying = gr.Button("Verify")
+            rebuilding = gr.Button("Rebuild", interactive=free)
+            deleting = gr.Button("Delete", variant="stop", interactive=free)
+        with gr.Column(visible=False) as confirm:
+            question = gr.HTML("")
+            asked = gr.State(None)
+            with gr.Row():
+                yes = gr.Button("Yes, do it", variant="stop")
+                no = gr.Button("No, keep them")
+        self.bar = gr.HTML("")
+        stopping = self.stopping = gr.Button("Stop the comparison", visible=False)
+        self.detail = gr.HTML("")
+        with gr.Accordion("Timing cache", open=False):
+            gr.HTML(
+                html.box(
+                    '<p class="soft">What builds for an NVIDIA GPU have measured. On another machine of the same kind '
+                    "it makes builds start from there.</p>"
+                )
+            )
+            times = gr.HTML("")
+            with gr.Row():
+                with gr.Column():
+                    exporting = gr.Button("Export")
+                    exported = gr.File(label="Exported", interactive=False)
+                with gr.Column():
+                    given = gr.File(label="A file to import", interactive=free)
+                    importing = gr.Button("Import", interactive=free)
+        self.live = [self.table, self.chosen, self.bar, self.stopping, self.detail, self.notice]
+
+        @guarded(self.notice)
+        def inspect_(chosen: Any) -> Iterator[Any]:
+            keys = self.keys(chosen)
+            yield {self.detail: html.frame(services.page(keys), "engines"), self.notice: html.notice("Measuring …")}
+            page = services.page(keys, measure=True)
+            yield {self.detail: html.frame(page, "engines"), self.notice: ""}
+
+        @guarded(self.notice)
+        def verify(chosen: Any) -> Changes:
+            services.verify(self.keys(chosen))
+            return {self.notice: "", self.detail: "", **bell.ring()}
+
+        def stop() -> Changes:
+            services.stop("verify")
+            return bell.ring()
+
+        def ask(what: str) -> Callable[[Any], Changes]:
+            @guarded(self.notice)
+            def asking(chosen: Any) -> Changes:
+                services.host.permit(what)
+                keys = self.keys(chosen)
+                return {
+                    asked: [what, keys],
+                    question: html.notice(self.question(what, keys), "warn"),
+                    confirm: gr.update(visible=True),
+                    self.notice: "",
+                }
+
+            return asking
+
+        @guarded(self.notice)
+        def do(pending: Any) -> Changes:
+            done: Changes = {confirm: gr.update(visible=False), asked: None}
+            try:
+                what, keys = pending or (None, [])
+                if what == "deleting":
+                    freed = services.delete(keys)
+                    text = f"{html.plural(len(keys), 'engine')} deleted, {size_text(freed)} freed."
+                elif what == "rebuilding":
+                    jobs = services.rebuild(keys)
+                    text = f"{html.plural(len(jobs), 'build')} queued: see the Build page."
+                else:
+                    text = ""
+            except SdaccelError as error:
+                return {**done, self.notice: html.notice(str(error), "bad"), **bell.ring()}
+            return {
+                **done,
+                self.notice: html.notice(text, "ok"),
+                self.chosen: gr.update(value=[]),
+                self.detail: "",
+                **bell.ring(),
+            }
+
+        def keep() -> Changes:
+            return {confirm: gr.update(visible=False), asked: None}
+
+        @guarded(times)
+        def export() -> Changes:
+            return {exported: str(services.export_times()), times: ""}
+
+        @guarded(times)
+        def import_(path: Any) -> Changes:
+            count = services.import_times(path)
+            return {times: html.notice(f"{html.plural(count, 'measurement')} imported.", "ok")}
+
+        quiet = {"show_progress": "hidden"}
+        inspecting.click(inspect_, [self.chosen], [self.detail, self.notice], show_progress="minimal")
+        verifying.click(verify, [self.chosen], [self.notice, self.detail, bell.component], **quiet)
+        stopping.click(stop, None, [bell.component], **quiet)
+        asking = [asked, question, confirm, self.notice]
+        rebuilding.click(ask("rebuilding"), [self.chosen], asking, **quiet)
+        deleting.click(ask("deleting"), [self.chosen], asking, **quiet)
+        after = [confirm, asked, self.notice, self.chosen, self.detail, bell.component]
+        yes.click(do, [asked], after, **quiet)
+        no.click(keep, None, [confirm, asked], **quiet)
+        exporting.click(export, None, [exported, times], **quiet)
+        importing.click(import_, [given], [times], **quiet)
+
+    def keys(self, chosen: Any) -> list[str]:
+        """Keys of the engines chosen. Raises SettingError without one, StoreError for one that is gone."""
+        rows = self.services.engines()
+        groups = html.group(rows)
+        found: list[str] = []
+        for value in chosen or []:
+            text = str(value)
+            if text.startswith(_ALL) and text[len(_ALL) :] in groups:
+                found += [row.key for row in groups[text[len(_ALL) :]]]
+            elif any(row.key == text for row in rows):
+                found.append(text)
+            else:
+                raise StoreError(f"there is no engine {text[:40]} any more.", hint="Take it out of the choice.")
+        if not found:
+            raise SettingError("no engine is chosen.", hint="Choose some in the list above the buttons.")
+        return list(dict.fromkeys(found))
+
+    def question(self, what: str, keys: list[str]) -> str:
+        rows = [row for row in self.services.engines() if row.key in keys]
+        names = ", ".join(f"{html.name(row.component) or 'unreadable'} {row.key[:8]}" for row in rows)
+        if what == "deleting":
+            size = size_text(sum(row.size for row in rows))
+            return f"Delete {names}? They take {size}, and more where only they use weights."
+        ready = any(row.state == "ready" for row in rows)
+        return f"Build {names} again?" + (" Until that is done, torch runs in their place." if ready else "")
+
+    def busy(self) -> bool:
+        task = self.services.tasks.get("verify")
+        return task is not None and task.running
+
+    def changes(self, sent: dict[str, Any]) -> Changes:
+        found: Changes = {}
+        there = self.services.store.root / "engines"
+        names = sorted(path.name for path in there.iterdir()) if there.is_dir() else []
+        ended = [job.id for job in self.services.queue.jobs() if job.ended]
+        if fresh(sent, "engines", (names, ended, self.busy())):
+            rows = self.services.engines()
+            found[self.table] = html.engines(rows)
+            found[self.chosen] = gr.update(choices=_engine_choices(rows))
+        task = self.services.tasks.get("verify")
+        if task is not None and task.running:
+            if fresh(sent, "verify bar", html.task(task)):
+                found[self.bar] = sent["verify bar"]
+        elif task is not None and fresh(sent, "verify bar", task.state):
+            found[self.bar] = "" if task.state == "done" else html.task(task)
+            if task.state == "done":
+                found[self.detail] = html.verification(task.result)
+        if fresh(sent, "verify button", self.busy()):
+            found[self.stopping] = gr.update(visible=self.busy())
+        return found
+
+
+def _engine_choices(rows: Any) -> list[tuple[str, str]]:
+    found = []
+    for checkpoint, members in html.group(rows).items():
+        found.append((f"all {len(members)} of {checkpoint}", f"{_ALL}{checkpoint}"))
+        for row in members:
+            label = " · ".join(filter(None, (html.name(row.component), html.shapes(row), row.precision, row.key[:8])))
+            found.append((label, row.key))
+    return found
+
+
+class BuildPage:
+    FIELDS = ("model", "preset", "resolutions", "batches", "tokens", "components", "precision")
+
+    def __init__(self, services: Services, bell: Bell):
+        self.services, self.bell = services, bell
+        free = services.host.allowed
+        models = services.models()
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                self.models = gr.Dropdown(
+                    models, value=[models[0][1]], multiselect=True, label="Checkpoints",
+                    info="One or several; each is a build of its own.",
+                )  # fmt: skip
+                paths = gr.Textbox(
+                    label="Other checkpoints", lines=1, placeholder="/path/to/model.safetensors",
+                    info="Paths of .safetensors files or diffusers folders, one a line.", visible=free,
+                )  # fmt: skip
+                self.problems = {"model": gr.HTML("")}
+                preset = gr.Dropdown(_preset_choices(), value=NATIVE, label="Sizes")
+                self.problems["preset"] = gr.HTML("")
+                with gr.Column(visible=False) as ranges:
+                    resolutions = gr.Textbox(
+                        label="Resolutions", placeholder="512-768, 832x1216",
+                        info="512 is one size, 832x1216 is width x height, 512-768 is a range.",
+                    )  # fmt: skip
+                    self.problems["resolutions"] = gr.HTML("")
+                    with gr.Row():
+                        with gr.Column(min_width=140):
+                            batches = gr.Textbox(label="Images at once", placeholder="1-4", info="2 or 1-4.")
+                            self.problems["batches"] = gr.HTML("")
+                        with gr.Column(min_width=140):
+                            tokens = gr.Textbox(label="Prompt tokens", placeholder="77-231", info="77 a chunk.")
+                            self.problems["tokens"] = gr.HTML("")
+                with gr.Accordion("Components and precision", open=False):
+                    components = gr.CheckboxGroup(
+                        [(html.name(component), component) for component in COMPONENTS],
+                        value=[],
+                        label="Components",
+                        info="None chosen: all that the checkpoint has.",
+                    )
+                    self.problems["components"] = gr.HTML("")
+                    precision = gr.Dropdown(
+                        [("the backend's own", ""), *((each, each) for each in PRECISIONS)], value="",
+                        label="Precision",
+                    )  # fmt: skip
+                    self.problems["precision"] = gr.HTML("")
+                    pickle = gr.Checkbox(
+                        value=False, label="Open .ckpt, .bin and .pt too",
+                        info="They are pickles. Plain tensors alone are read; no code of theirs is run.",
+                    )  # fmt: skip
+            with gr.Column(scale=2, min_width=300):
+                self.needs = gr.HTML(html.box('<p class="soft">What the build needs is shown here.</p>'))
+                building = gr.Button("Build", variant="primary", interactive=free)
+                self.notice = gr.HTML("")
+        gr.HTML(html.box("<h3>Builds</h3>"))
+        self.now = gr.HTML("")
+        with gr.Row():
+            self.job = gr.Dropdown(
+                [("the one that runs", "")], value="", label="Which build", allow_custom_value=True, scale=2,
+            )  # fmt: skip
+            cancelling = gr.Button("Cancel build", interactive=free)
+            retrying = gr.Button("Build again", interactive=free)
+            forgetting = gr.Button("Clear ended", interactive=free)
+        with gr.Accordion("Log", open=False):
+            self.log = gr.HTML("")
+        self.past = gr.HTML("")
+        self.live = [self.now, self.job, self.log, self.past]
+        form = [self.models, paths, preset, resolutions, batches, tokens, components, precision, pickle]
+
+        @guarded(self.notice)
+        def check(*values: Any) -> Changes:
+            found = {name: "" for name in self.problems}
+            needs = []
+            try:
+                requests = self.requests(*values)
+            except SdaccelError as error:
+                return {self.needs: "", **self.said({"model": str(error)})}
+            labels = {path: label for label, path in services.models()}
+            for request in requests:
+                problems, needed = services.check(request)
+                for field, text in problems.items():
+                    place = field if field in found else "model"
+                    found[place] = found[place] or text
+                if needed is not None:
+                    needs.append(html.needs(labels.get(request.model, request.name), needed))
+            return {self.needs: "".join(needs), **self.said(found)}
+
+        def sizes(value: str) -> Changes:
+            return {ranges: gr.update(visible=value == CUSTOM)}
+
+        @guarded(self.notice)
+        def build(*values: Any) -> Changes:
+            services.host.permit("building")
+            requests = self.requests(*values)
+            for request in requests:
+                problems, _ = services.check(request)
+                if problems:
+                    return {**self.said(problems), self.notice: html.notice(_first(problems), "bad")}
+            services.build(requests)
+            text = f"{html.plural(len(requests), 'build')} queued."
+            return {self.notice: html.notice(text, "ok"), **self.said({}), **bell.ring()}
+
+        @guarded(self.notice)
+        def cancel(job: Any) -> Changes:
+            services.cancel(self.which(job, ended=False))
+            return {self.notice: "", **bell.ring()}
+
+        @guarded(self.notice)
+        def retry(job: Any) -> Changes:
+            services.retry(self.which(job, ended=True))
+            return {self.notice: "", **bell.ring()}
+
+        @guarded(self.notice)
+        def forget() -> Changes:
+            services.forget_finished()
+            return {self.notice: "", self.job: gr.update(value=""), **bell.ring()}
+
+        quiet = {"show_progress": "hidden"}
+        problems = list(self.problems.values())
+        for component in form:
+            component.change(check, form, [*problems, self.needs, self.notice], **quiet)
+        preset.change(sizes, [preset], [ranges], **quiet)
+        building.click(build, form, [*problems, self.notice, bell.component], **quiet)
+        cancelling.click(cancel, [self.job], [self.notice, bell.component], **quiet)
+        retrying.click(retry, [self.job], [self.notice, bell.component], **quiet)
+        forgetting.click(forget, None, [self.notice, self.job, bell.component], **quiet)
+        bell.component.change(check, form, [*problems, self.needs, self.notice], **quiet)
+
+    def requests(
+        self, models: Any, paths: Any, preset: Any, resolutions: Any, batches: Any, tokens: Any, components: Any,
+        precision: Any, pickle: Any,
+    ) -> list[BuildRequest]:  # fmt: skip
+        """One a checkpoint. Raises SettingError."""
+        chosen = [str(model) for model in models or []]
+        chosen += [line.strip().strip('"') for line in str(paths or "").splitlines() if line.strip()]
+        if not chosen:
+            raise SettingError("no checkpoint is chosen.", hint="Choose one, or name a path.")
+        custom = preset == CUSTOM
+        return [
+            BuildRequest(
+                model=self.services.model(model),
+                preset=None if custom or preset in (NATIVE, None, "") else str(preset),
+                resolutions=words(str(resolutions or "")) if custom else (),
+                batches=words(str(batches or "")) if custom else (),
+                tokens=words(str(tokens or "")) if custom else (),
+                components=tuple(map(str, components)) if components else None,
+                precision=str(precision) if precision else None,
+                allow_pickle=pickle is True,
+            )
+            for model in dict.fromkeys(chosen)
+        ]
+
+    def said(self, found: Mapping[str, str]) -> Changes:
+        return {place: html.problem(found.get(field, "")) for field, place in self.problems.items()}
+
+    def which(self, job: Any, ended: bool) -> str:
+        """The id of the build that a button means: the chosen one, else the one that runs or the last that ended."""
+        jobs = self.services.queue.jobs()
+        if job:
+            return str(job)
+        found = [each for each in jobs if each.ended == ended]
+        if not found:
+            raise StoreError("no build has ended yet." if ended else "no build is under way.")
+        running = [each for each in found if each.state == "running"]
+        return (running or found)[-1 if ended else 0].id
+
+    def busy(self) -> bool:
+        return any(not job.ended for job in self.services.queue.jobs())
+
+    def changes(self, sent: dict[str, Any]) -> Changes:
+        found: Changes = {}
+        jobs = self.services.queue.jobs()
+        if fresh(sent, "now", html.jobs_now(jobs)):
+            found[self.now] = sent["now"]
+        if fresh(sent, "jobs", [(job.id, job.state) for job in jobs]):
+            choices = [("the one that runs", ""), *((_job_label(job), job.id) for job in reversed(jobs))]
+            found[self.job] = gr.update(choices=choices)
+            ended = [job for job in reversed(jobs) if job.ended][:MOST_LOGS]
+            logs = {job.id: self.services.queue.log(job.id, 60) for job in ended}
+            found[self.past] = html.jobs_past(jobs, logs)
+        speaking = next((job for job in jobs if job.state == "running"), jobs[-1] if jobs else None)
+        text = self.services.queue.log(speaking.id) if speaking is not None else ""
+        if fresh(sent, "log", text):
+            found[self.log] = html.log(text)
+        return found
+
+
+def _preset_choices() -> list[tuple[str, str]]:
+    shipped = [(f"{preset.name}: {preset.description}", preset.name) for preset in presets()]
+    return [("native range: half to twice the model's own size", NATIVE), ("custom ranges …", CUSTOM), *shipped]
+
+
+def _first(problems: Mapping[str, str]) -> str:
+    field, text = next(iter(problems.items()))
+    return f"{field}: {text}"
+
+
+def _job_label(job: Any) -> str:
+    return f"{job.request.name} · {html.request_text(job.request)} · {job.state}"
+
+
+class ComparePage:
+    def __init__(self, services: Services, bell: Bell):
+        self.services, self.bell = services, bell
+        models = services.models()
+        gr.HTML(html.box('<p class="soft">One seed, drawn twice: by torch and by engines, side by side.</p>'))
+        with gr.Row():
+            model = gr.Dropdown(models, value=models[0][1], label="Checkpoint", allow_custom_value=True, scale=2)
+            prompt = gr.Textbox(value="a red circle on a blue background", label="Prompt", scale=3)
+        with gr.Row():
+            numbers = [
+                gr.Number(value=value, label=label, precision=digits, minimum=low)
+                for label, value, digits, low in (
+                    ("Width", 256, 0, 64),
+                    ("Height", 256, 0, 64),
+                    ("Steps", 6, 0, 1),
+                    ("Seed", 0, 0, 0),
+                    ("Guidance", 5.0, None, 0),
+                )
+            ]
+        with gr.Row():
+            comparing = gr.Button("Compare", variant="primary")
+            self.stopping = gr.Button("Stop", visible=False)
+        self.notice = gr.HTML("")
+        self.view = gr.HTML("")
+        self.live = [self.view, self.stopping]
+
+        @guarded(self.notice)
+        def compare(model_: Any, prompt_: Any, *values: Any) -> Changes:
+            services.compare(model_, drawing(prompt_, *values))
+            return {self.notice: "", **bell.ring()}
+
+        def stop() -> Changes:
+            services.stop("compare")
+            return bell.ring()
+
+        quiet = {"show_progress": "hidden"}
+        comparing.click(compare, [model, prompt, *numbers], [self.notice, bell.component], **quiet)
+        self.stopping.click(stop, None, [bell.component], **quiet)
+
+    def busy(self) -> bool:
+        task = self.services.tasks.get("compare")
+        return task is not None and task.running
+
+    def changes(self, sent: dict[str, Any]) -> Changes:
+        found: Changes = {}
+        task = self.services.tasks.get("compare")
+        if task is not None and task.running:
+            if fresh(sent, "compare", html.task(task)):
+                found[self.view] = sent["compare"]
+        elif task is not None and fresh(sent, "compare", (id(task), task.state)):
+            found[self.view] = _compared(task.result) if task.state == "done" else html.task(task)
+        if fresh(sent, "compare button", self.busy()):
+            found[self.stopping] = gr.update(visible=self.busy())
+        return found
+
+
+def _compared(result: Any) -> str:
+    from sdaccel.ui.studio import data_uri
+
+    return html.comparison(result, [data_uri(image) for image in (result.torch, result.engines, result.difference)])
+
+
+def drawing(
+    prompt: Any, width: Any, height: Any, steps: Any, seed: Any, guidance: Any, count: Any = 1, negative: Any = "",
+    sampler: Any = None,
+) -> Request:  # fmt: skip
+    """What a form's fields ask to be drawn. Raises SettingError naming the field."""
+    return Request(
+        prompt=str(prompt or ""),
+        negative=str(negative or ""),
+        width=whole("width", width),
+        height=whole("height", height),
+        steps=whole("steps", steps) or 20,
+        seed=whole("seed", seed),
+        guidance=7.5 if guidance in (None, "") else number("guidance", guidance),
+        count=whole("images", count) or 1,
+        scheduler=str(sampler) if sampler else None,
+    )
+
+
+def number(field: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise SettingError(f"{field} {value!r:.40} is no number.") from None
+
+
+def whole(field: str, value: Any) -> int | None:
+    """None for a field left empty."""
+    if value in (None, ""):
+        return None
+    found = number(field, value)
+    if found != found or abs(found) > 2**53 or int(found) != found:
+        raise SettingError(f"{field} {value!r:.40} is no whole number.")
+    return int(found)
+
+
+__all__ = ["build_tab"]
