@@ -52,6 +52,7 @@ class BuildProcess:
                 json.dumps({"store": str(store), "request": request.to_json()}).encode("ascii") + b"\n"
             )
             self._process.stdin.flush()
+        threading.Thread(target=self._watch, name="sdaccel build", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -68,20 +69,21 @@ class BuildProcess:
                         yield event
 
     def wait(self) -> int:
-        """The exit code, once it has ended; nothing that it started is left then."""
-        code = self._process.wait()
-        self._close_stdin()
-        if os.name != "nt":  # children of its group outlive it
+        """The exit code, once it has ended; nothing of its group is left then."""
+        self._gone.wait()
+        return self._process.returncode
+
+    def _watch(self) -> None:
+        """Waits for its end, then ends what it has left behind, which may hold `events` open."""
+        self._process.wait()
+        if os.name != "nt":
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        self._close_stdin()
         self._gone.set()
-        return code
 
     def end(self) -> None:
-        """Asks it to end, and kills it with its children if it has not after `GRACE` seconds.
-
-        Returns when `wait`, in the thread that runs it, has seen the end.
-        """
+        """Asks it to end, and kills it with its children if it has not after `GRACE` seconds."""
         family = self._family()
         self._ask()
         if not self._gone.wait(GRACE):
