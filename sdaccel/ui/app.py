@@ -132,20 +132,11 @@ def _unframed(send: Send) -> Send:
 
 def build_app(services: Services) -> Any:
     """All pages as one `gr.Blocks`."""
-    import gradio as gr
-
-    from sdaccel.ui.fragments import STYLE
-    from sdaccel.ui.generate_page import build_generate_page
+    from sdaccel.ui.generate_page import GeneratePage
     from sdaccel.ui.tab import build_tab
 
-    generate_page, tab = build_generate_page(services), build_tab(services)
-    with gr.Blocks(analytics_enabled=False, title="sdaccel", fill_width=False) as blocks:
-        gr.HTML(STYLE + '<div class="sd"><h1 class="sd-title">sdaccel</h1></div>')
-        with gr.Tabs():
-            with gr.TabItem("Generate"):
-                generate_page.render()
-            with gr.TabItem("Engines"):
-                tab.render()
+    blocks = build_tab(services, first=[("Generate", GeneratePage)])
+    blocks.title = "sdaccel"
     return blocks
 
 
@@ -210,6 +201,11 @@ def start(
             enable_monitoring=False,
             max_file_size=64 * 2**20,
             css=PAGE_STYLE,
+            theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
+                body_text_color_subdued="*neutral_500",
+                block_info_text_color="*neutral_500",
+                input_placeholder_color="*neutral_500",
+            ),
         )
     except BaseException:
         services.close()
@@ -219,7 +215,10 @@ def start(
 
 
 PAGE_STYLE = """
-.sd-title { font-size: 1.25rem; font-weight: 650; margin: 0; }
+@media (max-width: 760px) {
+  .sd-page { flex-direction: column; } .sd-page > .sd-form { display: contents !important; }
+  .sd-page > .sd-result { order: 1; width: 100%; } .sd-settings { order: 2; }
+}
 """
 
 

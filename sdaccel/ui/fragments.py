@@ -23,33 +23,35 @@ if TYPE_CHECKING:
     from sdaccel.ui.studio import Comparison
 
 STYLE = """<style>
-.sd { --line: var(--border-color-primary, #d9dde2); --soft: var(--body-text-color-subdued, #5f6670);
-  --ok: #1a7f37; --warn: #9a5b00; --bad: #c2272d; --accent: var(--color-accent, #2f6fb5);
-  color: var(--body-text-color, #1c1e21); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
-.dark .sd { --ok: #57c478; --warn: #e3a34b; --bad: #ff7b72; }
-.sd p { margin: .25rem 0; } .sd .soft { color: var(--soft); } .sd h3 { font-size: 1rem; margin: .25rem 0 .5rem; }
+.sd { --line: var(--border-color-primary, #d9dde2); --soft: #5f6670; --ok: #1a7f37; --warn: #8a5200; --bad: #c2272d;
+  --accent: var(--color-accent, #2f6fb5); color: var(--body-text-color, #1c1e21); font-size: 14px; line-height: 1.5;
+  overflow-wrap: anywhere; }
+.dark .sd { --soft: #a3abb5; --ok: #57c478; --warn: #e3a34b; --bad: #ff8a80; }
+.sd-slot:not(:has(.sd)) { display: none !important; }
+.sd-slot, .sd-slot > div { padding: 0 !important; }
+.sd p { margin: .25rem 0; } .sd h3 { font-size: 1rem; margin: 0 0 .4rem !important; }
+.sd .soft { color: var(--soft); font-weight: 400; }
 .sd .ok { color: var(--ok); } .sd .warn { color: var(--warn); } .sd .bad { color: var(--bad); }
-.sd-notice { border-left: 4px solid var(--accent); padding: .5rem .75rem; border-radius: 4px;
-  background: var(--background-fill-secondary, #f4f5f7); }
-.sd-notice.bad { border-color: var(--bad); color: inherit; } .sd-notice.ok { border-color: var(--ok); color: inherit; }
-.sd-notice.warn { border-color: var(--warn); color: inherit; }
-.sd-problem { color: var(--bad, #c2272d); }
+.sd .sd-notice { border-left: 4px solid var(--accent); padding: .5rem .75rem; border-radius: 4px;
+  background: var(--background-fill-secondary, #f4f5f7); color: inherit; }
+.sd .sd-notice.bad { border-color: var(--bad); } .sd .sd-notice.ok { border-color: var(--ok); }
+.sd .sd-notice.warn { border-color: var(--warn); }
+.sd .sd-problem { color: var(--bad); margin: 0 0 .25rem .75rem; }
 .sd-card { border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; margin: 0 0 .6rem; }
+.sd-card:last-child { margin-bottom: 0; }
 .sd-head { display: flex; flex-wrap: wrap; gap: .15rem .75rem; align-items: baseline; }
 .sd-head b { font-weight: 600; } .sd-head .end { margin-left: auto; }
 .sd-pill { font-size: 12px; padding: 0 .5rem; border: 1px solid currentColor; border-radius: 99px;
   white-space: nowrap; }
-.sd-bar { height: 8px; border-radius: 99px; overflow: hidden; margin: .45rem 0 .3rem;
-  background: var(--border-color-primary, #d9dde2); }
-.sd-bar span { display: block; height: 100%; background: var(--color-accent, #2f6fb5); border-radius: 99px;
-  transition: width .3s; }
+.sd-bar { height: 8px; border-radius: 99px; overflow: hidden; margin: .45rem 0 .3rem; background: var(--line); }
+.sd-bar span { display: block; height: 100%; background: var(--accent); border-radius: 99px; transition: width .3s; }
 .sd-empty { border: 1px dashed var(--line); border-radius: 8px; padding: 1.25rem; text-align: center; }
-.sd table { width: 100%; border-collapse: collapse; margin: 0; font-size: 14px; border: 0; }
-.sd th, .sd td { text-align: left; padding: .4rem .9rem .4rem 0; vertical-align: top; border: 0;
-  border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
-.sd tr, .sd td, .sd th { background: transparent; }
+.sd table { width: 100%; border-collapse: collapse; margin: 0 !important; font-size: 14px; border: 0 !important; }
+.sd th, .sd td { text-align: left !important; padding: .4rem .9rem .4rem 0 !important; vertical-align: top;
+  border: 0 !important; color: inherit; overflow-wrap: break-word; }
+.sd tr { border: 0 !important; border-bottom: 1px solid var(--line) !important; background: none !important; }
 .sd thead th { color: var(--soft); font-weight: 500; font-size: 12px; white-space: nowrap; }
-.sd tr.group td { font-weight: 600; padding-top: 1rem; }
+.sd tr.group td { font-weight: 600; padding-top: 1rem !important; }
 .sd td .soft { font-size: 12px; } .sd .num { white-space: nowrap; font-variant-numeric: tabular-nums; }
 .sd code { font: 12px ui-monospace, monospace; background: none; border: 0; padding: 0; color: var(--soft); }
 .sd pre { font: 12px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow: auto; max-height: 20rem; margin: 0;
@@ -59,20 +61,25 @@ STYLE = """<style>
 .sd dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem .9rem; margin: 0; }
 .sd dt { color: var(--soft); } .sd dd { margin: 0; }
 .sd ul { margin: .4rem 0 0; padding-left: 1.1rem; list-style: disc; }
-.sd-pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 220px), 1fr)); gap: .9rem; }
+.sd-pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 220px), 1fr)); gap: .9rem;
+  margin-top: .5rem; }
 .sd-pictures figure { margin: 0; } .sd-pictures img { width: 100%; height: auto; border-radius: 6px; display: block;
-  border: 1px solid var(--line); }
+  margin: 0; border: 1px solid var(--line); }
 .sd figcaption { padding-top: .3rem; }
-.sd-live { max-width: 100%; width: 384px; border-radius: 6px; display: block; margin-top: .5rem; }
+.sd-live { max-width: 100%; width: 384px; border-radius: 6px; display: block; margin: .5rem 0 0; }
 .sd-frame { width: 100%; height: min(75vh, 900px); border: 1px solid var(--line); border-radius: 8px;
   background: #fff; }
 .sd-out { display: none !important; }
 @media (max-width: 760px) {
-  .sd-rows thead { display: none; } .sd-rows tr { display: block; border-bottom: 1px solid var(--line);
-    padding: .5rem 0; }
-  .sd-rows td { display: grid; grid-template-columns: 7.5rem 1fr; border: 0; padding: .1rem 0; white-space: normal; }
-  .sd-rows td::before { content: attr(data-name); color: var(--soft); }
-  .sd-rows tr.group td { display: block; padding-top: .4rem; } .sd-rows tr.group td::before { content: none; }
+  .sd-rows thead { display: none; }
+  .sd-rows, .sd-rows tbody { display: block; }
+  .sd-rows tr { display: grid; grid-template-columns: 1fr 1fr; gap: .15rem .9rem; padding: .55rem 0; }
+  .sd-rows td { display: block; padding: 0 !important; }
+  .sd-rows td::before { content: attr(data-name); color: var(--soft); font-size: 12px; display: block; }
+  .sd-rows td:first-child::before, .sd-rows td.wide::before { content: none; }
+  .sd-rows td.wide, .sd-rows tr.group td { grid-column: 1 / -1; }
+  .sd-rows td.top { grid-row: 1; grid-column: 2; text-align: right !important; }
+  .sd-rows td.top::before { content: none; }
 }
 </style>"""
 
@@ -202,9 +209,13 @@ def engines(rows: Sequence[EngineRow]) -> str:
 
 
 def group(rows: Sequence[EngineRow]) -> dict[str, list[EngineRow]]:
+    """Checkpoint → its engines, by component."""
     found: dict[str, list[EngineRow]] = {}
     for row in rows:
         found.setdefault(row.checkpoint or "unreadable", []).append(row)
+    order = list(NAMES)
+    for members in found.values():
+        members.sort(key=lambda row: order.index(row.component) if row.component in order else len(order))
     return found
 
 
@@ -229,13 +240,17 @@ def _engine(row: EngineRow, heads: Sequence[str]) -> str:
         f'<span class="num">{row.speed:.2f}×</span> torch' if row.speed else '<span class="soft">not measured</span>',
         f'<span class="sd-pill {kind}">{escape(row.state)}</span>{reason}',
     )
-    joined = "".join(f'<td data-name="{head}"><div>{cell}</div></td>' for head, cell in zip(heads, cells, strict=True))
+    kinds = {"images": "wide", "state": "wide" if row.reason else "top"}
+    joined = "".join(
+        f'<td data-name="{head}" class="{kinds.get(head, "")}">{cell}</td>'
+        for head, cell in zip(heads, cells, strict=True)
+    )
     return f"<tr>{joined}</tr>"
 
 
 def frame(page: str, title: str) -> str:
     """A whole page of its own inside this one; it runs no scripts."""
-    return f'<iframe class="sd-frame" sandbox title="{escape(title)}" srcdoc="{escape(page)}"></iframe>'
+    return box(f'<iframe class="sd-frame" sandbox title="{escape(title)}" srcdoc="{escape(page)}"></iframe>')
 
 
 def verification(documents: Iterable[Mapping[str, Any]]) -> str:
@@ -264,9 +279,7 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
             f"{check['limit']:.0e}",
             f'<span class="{"ok" if check["ok"] else "bad"}">{"equal" if check["ok"] else "differs"}</span>',
         )
-        body += "<tr>" + "".join(
-            f'<td data-name="{head}"><div>{cell}</div></td>' for head, cell in zip(heads, cells, strict=True)
-        )
+        body += "<tr>" + "".join(f'<td data-name="{head}">{cell}</td>' for head, cell in zip(heads, cells, strict=True))
         body += "</tr>"
     head = "".join(f"<th>{text}</th>" for text in heads)
     return f'<table class="sd-rows"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
@@ -307,7 +320,7 @@ def needs(label: str, found: Preflight) -> str:
         there = [name(part.component) for part in found.parts if part.exact]
         rows += f"<dt>there already</dt><dd>{escape(', '.join(there))}</dd>" if there else ""
         head = f'<dl>{rows}</dl><p class="soft">Every figure is an estimate.</p>'
-    warnings = "".join(f'<p class="warn">{escape(text)}</p>' for text in found.warnings)
+    warnings = "".join(f'<p class="warn">{escape(text[:1].upper() + text[1:])}</p>' for text in found.warnings)
     return box(f'<div class="sd-card"><h3>{escape(label)}</h3>{head}{warnings}</div>')
 
 
@@ -406,8 +419,7 @@ def report(result: Result) -> str:
             if count:
                 cells = (name(component), who, f"{count:.0f}", f"{spent / count:.1f}", f"{spent / 1e3:.2f} s")
                 body += "<tr>" + "".join(
-                    f'<td data-name="{head}"><div>{escape(cell)}</div></td>'
-                    for head, cell in zip(heads, cells, strict=True)
+                    f'<td data-name="{head}">{escape(cell)}</td>' for head, cell in zip(heads, cells, strict=True)
                 )
                 body += "</tr>"
     head = "".join(f"<th>{text}</th>" for text in heads)

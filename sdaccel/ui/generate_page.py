@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
@@ -13,72 +12,61 @@ from sdaccel.generate import SCHEDULERS
 from sdaccel.ui import fragments as html
 from sdaccel.ui.requests import BuildRequest, open_checkpoint
 from sdaccel.ui.services import MOST_IMAGES, MOST_SIDE, Services
-from sdaccel.ui.tab import Bell, Changes, Watchers, drawing, fresh, guarded, unlimited, watch
+from sdaccel.ui.tab import Bell, Changes, drawing, fresh, guarded, slot
 
 PROMPT = "a red circle on a blue background"
-
-
-def build_generate_page(services: Services) -> Any:
-    """The page as `gr.Blocks`."""
-    watchers = Watchers()
-    with gr.Blocks(analytics_enabled=False) as blocks:
-        bell = Bell()
-        page = GeneratePage(services, bell)
-
-        @guarded(page.notice)
-        def watching() -> Iterator[Any]:
-            yield from watch(watchers, page.changes, page.busy)
-
-        bell.component.change(watching, None, page.live, show_progress="hidden", **unlimited())
-        blocks.load(bell.ring, None, [bell.component], show_progress="hidden")
-    return blocks
+LORA = (
+    "Not there yet: engines cannot take LoRAs so far."
+    if importlib.util.find_spec("sdaccel.adapters") is None
+    else "Not on this page yet: sdaccel.adapters takes LoRAs in Python."
+)
 
 
 class GeneratePage:
+    """To be made inside of a `gr.Blocks`."""
+
     def __init__(self, services: Services, bell: Bell):
         self.services, self.bell = services, bell
         models = services.models()
         side, guidance = usual(models[0][1])
-        with gr.Row():
-            with gr.Column(scale=2, min_width=320):
-                model = gr.Dropdown(models, value=models[0][1], label="Checkpoint", allow_custom_value=True)
-                prompt = gr.Textbox(value=PROMPT, label="Prompt", lines=2)
-                negative = gr.Textbox(label="Negative prompt", lines=1, placeholder="what not to draw")
-                with gr.Row():
-                    drawing_ = gr.Button("Generate", variant="primary")
-                    self.stopping = gr.Button("Stop", variant="stop", visible=False)
-                with gr.Row():
-                    width = gr.Slider(64, MOST_SIDE, value=side, step=8, label="Width", min_width=140)
-                    height = gr.Slider(64, MOST_SIDE, value=side, step=8, label="Height", min_width=140)
-                with gr.Row():
-                    steps = gr.Slider(1, 150, value=20, step=1, label="Steps", min_width=140)
-                    guide = gr.Slider(0, 30, value=guidance, step=0.5, label="Guidance", min_width=140)
-                with gr.Row():
-                    seed = gr.Textbox(value="", label="Seed", placeholder="random", min_width=140)
-                    count = gr.Slider(1, MOST_IMAGES, value=1, step=1, label="Images", min_width=140)
-                with gr.Accordion("Sampler, LoRA and engines", open=False):
-                    samplers = [("the model's own", ""), *((name, name) for name in SCHEDULERS)]
-                    sampler = gr.Dropdown(samplers, value="", label="Sampler")
-                    gr.Textbox(
-                        label="LoRA", value="", interactive=False,
-                        info="Not there yet: this field will take LoRA files once engines can be refitted."
-                        if importlib.util.find_spec("sdaccel.adapters") is None else "Use the command line for now.",
-                    )  # fmt: skip
-                    engines = gr.Checkbox(value=True, label="Use engines", info="Off: plain torch draws it all.")
-            with gr.Column(scale=3, min_width=320):
-                self.notice = gr.HTML("")
-                self.bar = gr.HTML("")
+        with gr.Row(elem_classes=["sd-page"]):
+            with gr.Column(scale=2, min_width=320, elem_classes=["sd-form"]):
+                with gr.Column():
+                    model = gr.Dropdown(models, value=models[0][1], label="Checkpoint", allow_custom_value=True)
+                    prompt = gr.Textbox(value=PROMPT, label="Prompt", lines=2)
+                    negative = gr.Textbox(label="Negative prompt", lines=1, placeholder="what not to draw")
+                    with gr.Row():
+                        drawing_ = gr.Button("Generate", variant="primary", min_width=120)
+                        self.stopping = gr.Button("Stop", variant="stop", visible=False, min_width=120)
+                with gr.Column(elem_classes=["sd-settings"]):
+                    with gr.Row():
+                        width = gr.Slider(64, MOST_SIDE, value=side, step=8, label="Width", min_width=200)
+                        height = gr.Slider(64, MOST_SIDE, value=side, step=8, label="Height", min_width=200)
+                    with gr.Row():
+                        steps = gr.Slider(1, 150, value=20, step=1, label="Steps", min_width=200)
+                        guide = gr.Slider(0, 30, value=guidance, step=0.5, label="Guidance", min_width=200)
+                    with gr.Row():
+                        seed = gr.Textbox(value="", label="Seed", placeholder="random", min_width=200)
+                        count = gr.Slider(1, MOST_IMAGES, value=1, step=1, label="Images", min_width=200)
+                    with gr.Accordion("Sampler, LoRA and engines", open=False):
+                        samplers = [("the model's own", ""), *((name, name) for name in SCHEDULERS)]
+                        sampler = gr.Dropdown(samplers, value="", label="Sampler")
+                        gr.Textbox(label="LoRA", value="", interactive=False, info=LORA)
+                        engines = gr.Checkbox(value=True, label="Use engines", info="Off: plain torch draws it all.")
+            with gr.Column(scale=3, min_width=320, elem_classes=["sd-result"]):
+                self.notice = slot()
+                self.bar = slot()
                 self.gallery = gr.Gallery(
                     label="Images", columns=2, object_fit="contain", height="auto", interactive=False, format="png"
                 )
-                self.report = gr.HTML("")
+                self.report = slot()
                 with gr.Accordion("Earlier images", open=False):
                     self.earlier = gr.Gallery(
                         label="In the output folder, the newest first", columns=4, height="auto", interactive=False,
                         object_fit="contain", format="png",
                     )  # fmt: skip
-                    gr.HTML(html.box(f'<p class="soft">Saved in <code>{services.output_folder()}</code></p>'))
-        self.live = [self.bar, self.gallery, self.report, self.earlier, self.stopping, self.notice]
+                    slot(html.box(f'<p class="soft">Saved in <code>{services.output_folder()}</code></p>'))
+        self.live = [self.bar, self.gallery, self.report, self.earlier, self.stopping]
 
         @guarded(self.notice)
         def draw(model_: Any, prompt_: Any, negative_: Any, w: Any, h: Any, n: Any, g: Any, s: Any, many: Any,
@@ -119,6 +107,7 @@ class GeneratePage:
             found.update(self._ended(task))
         if fresh(sent, "draw button", self.busy()):
             found[self.stopping] = gr.update(visible=self.busy())
+            found[self.gallery] = {**found.get(self.gallery, gr.update()), **gr.update(visible=not self.busy())}
         if not self.busy():
             images = [str(path) for path in self.services.images()]
             if fresh(sent, "images", images):
@@ -135,7 +124,7 @@ class GeneratePage:
                 self.bar: html.notice(f"Nothing was saved: {'; '.join(result.failed)}", "bad"),
                 self.report: html.box(html.report(result)),
             }
-        return {self.bar: "", self.gallery: images, self.report: html.box(_told(result))}
+        return {self.bar: "", self.gallery: gr.update(value=images), self.report: html.box(_told(result))}
 
 
 def _told(result: Any) -> str:
@@ -162,4 +151,4 @@ def usual(model: str) -> tuple[int, float]:
     return checkpoint.native_side, usual_guidance(checkpoint)
 
 
-__all__ = ["build_generate_page"]
+__all__ = ["GeneratePage"]

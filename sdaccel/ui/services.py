@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,16 +163,19 @@ class Services:
         """Queues the builds that make these engines anew. One that is whole goes first: it would only be found."""
         self.host.permit("building")
         rows = {row.key: row for row in self.engines()}
-        requests = {}
+        found: dict[BuildRequest, list[str]] = {}
         for key in keys:
             entry = self.store.get("engines", key) if rows[key].state != "broken" else self._readable(key)
             if entry is None:
                 raise StoreError(f"the engine {key[:12]} is gone.")
-            requests[key] = rebuild_request(entry)
+            request = rebuild_request(entry)
+            components = found.setdefault(replace(request, components=None), [])
+            components += request.components or ()
         ready = [key for key in keys if rows[key].state == "ready"]
         if ready:
             delete(self.store, ready)
-        return [self.queue.submit(request) for request in dict.fromkeys(requests.values())]
+        merged = [replace(request, components=tuple(names) or None) for request, names in found.items()]
+        return [self.queue.submit(request) for request in merged]
 
     def _readable(self, key: str) -> Any:
         try:

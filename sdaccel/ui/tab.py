@@ -12,7 +12,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gradio as gr
@@ -37,6 +37,7 @@ MOST_WATCHERS = 16
 MOST_LOGS = 12
 
 NATIVE, CUSTOM = "native", "custom"
+THE_ONE = "the one that runs, else the last"
 COMPONENTS = ("unet", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
 PRECISIONS = ("fp32", "fp16", "bf16")
 _ALL = "all of "
@@ -131,6 +132,11 @@ def watch(watchers: Watchers, changes: Callable[[dict[str, Any]], Changes], busy
         watchers.leave(mark)
 
 
+def slot(value: str = "") -> Any:
+    """A place for a fragment; it takes no room while it is empty."""
+    return gr.HTML(value, elem_classes=["sd-slot"])
+
+
 def fresh(sent: dict[str, Any], name: str, value: Any) -> bool:
     """Whether ``value`` has not been sent yet; it counts as sent from now on."""
     if name in sent and sent[name] == value:
@@ -142,25 +148,25 @@ def fresh(sent: dict[str, Any], name: str, value: Any) -> bool:
 # ---- the tab
 
 
-def build_tab(services: Services, host: Host | None = None) -> Any:
-    """The tab as `gr.Blocks`, to be rendered into a host's page or launched alone."""
+def build_tab(services: Services, host: Host | None = None, first: Sequence[tuple[str, Any]] = ()) -> Any:
+    """The tab as `gr.Blocks`, to be rendered into a host's page or launched alone.
+
+    first: (title, page class) of pages to stand before the three of the tab.
+    """
     if host is not None:
         services.host = host
     watchers = Watchers()
     with gr.Blocks(analytics_enabled=False) as blocks:
-        gr.HTML(html.STYLE)
+        slot(html.STYLE)
         bell = Bell()
         refusal = _refusal(services)
         if refusal:
-            gr.HTML(html.notice(refusal, "warn"))
+            slot(html.notice(refusal, "warn"))
+        pages = []
         with gr.Tabs():
-            with gr.TabItem("Engines"):
-                engines = EnginesPage(services, bell)
-            with gr.TabItem("Build"):
-                builds = BuildPage(services, bell)
-            with gr.TabItem("Compare"):
-                compare = ComparePage(services, bell)
-        pages = (engines, builds, compare)
+            for title, page in (*first, ("Engines", EnginesPage), ("Build", BuildPage), ("Compare", ComparePage)):
+                with gr.TabItem(title):
+                    pages.append(page(services, bell))
 
         def changes(sent: dict[str, Any]) -> Changes:
             found: Changes = {}
@@ -171,11 +177,11 @@ def build_tab(services: Services, host: Host | None = None) -> Any:
         def busy() -> bool:
             return any(page.busy() for page in pages)
 
-        @guarded(engines.notice)
+        @guarded(pages[0].notice)
         def watching() -> Iterator[Any]:
             yield from watch(watchers, changes, busy)
 
-        outputs = [component for page in pages for component in page.live]
+        outputs = [component for page in pages for component in (page.notice, *page.live)]
         bell.component.change(watching, None, outputs, show_progress="hidden", **unlimited())
         blocks.load(bell.ring, None, [bell.component], show_progress="hidden")
     return blocks
@@ -194,8 +200,8 @@ class EnginesPage:
     def __init__(self, services: Services, bell: Bell):
         self.services, self.bell = services, bell
         free = services.host.allowed
-        self.notice = gr.HTML("")
-        self.table = gr.HTML("")
+        self.notice = slot()
+        self.table = slot()
         self.chosen = gr.Dropdown(
             [], value=[], multiselect=True, allow_custom_value=True, label="Engines to work on",
             info="One, several, or all of a checkpoint.",
@@ -206,22 +212,22 @@ class EnginesPage:
             rebuilding = gr.Button("Rebuild", interactive=free)
             deleting = gr.Button("Delete", variant="stop", interactive=free)
         with gr.Column(visible=False) as confirm:
-            question = gr.HTML("")
+            question = slot()
             asked = gr.State(None)
             with gr.Row():
                 yes = gr.Button("Yes, do it", variant="stop")
                 no = gr.Button("No, keep them")
-        self.bar = gr.HTML("")
+        self.bar = slot()
         stopping = self.stopping = gr.Button("Stop the comparison", visible=False)
-        self.detail = gr.HTML("")
+        self.detail = slot()
         with gr.Accordion("Timing cache", open=False):
-            gr.HTML(
+            slot(
                 html.box(
                     '<p class="soft">What builds for an NVIDIA GPU have measured. On another machine of the same kind '
                     "it makes builds start from there.</p>"
                 )
             )
-            times = gr.HTML("")
+            times = slot()
             with gr.Row():
                 with gr.Column():
                     exporting = gr.Button("Export")
@@ -229,7 +235,7 @@ class EnginesPage:
                 with gr.Column():
                     given = gr.File(label="A file to import", interactive=free)
                     importing = gr.Button("Import", interactive=free)
-        self.live = [self.table, self.chosen, self.bar, self.stopping, self.detail, self.notice]
+        self.live = [self.table, self.chosen, self.bar, self.stopping, self.detail]
 
         @guarded(self.notice)
         def inspect_(chosen: Any) -> Iterator[Any]:
@@ -388,22 +394,22 @@ class BuildPage:
                     label="Other checkpoints", lines=1, placeholder="/path/to/model.safetensors",
                     info="Paths of .safetensors files or diffusers folders, one a line.", visible=free,
                 )  # fmt: skip
-                self.problems = {"model": gr.HTML("")}
+                self.problems = {"model": slot()}
                 preset = gr.Dropdown(_preset_choices(), value=NATIVE, label="Sizes")
-                self.problems["preset"] = gr.HTML("")
+                self.problems["preset"] = slot()
                 with gr.Column(visible=False) as ranges:
                     resolutions = gr.Textbox(
                         label="Resolutions", placeholder="512-768, 832x1216",
                         info="512 is one size, 832x1216 is width x height, 512-768 is a range.",
                     )  # fmt: skip
-                    self.problems["resolutions"] = gr.HTML("")
+                    self.problems["resolutions"] = slot()
                     with gr.Row():
                         with gr.Column(min_width=140):
                             batches = gr.Textbox(label="Images at once", placeholder="1-4", info="2 or 1-4.")
-                            self.problems["batches"] = gr.HTML("")
+                            self.problems["batches"] = slot()
                         with gr.Column(min_width=140):
                             tokens = gr.Textbox(label="Prompt tokens", placeholder="77-231", info="77 a chunk.")
-                            self.problems["tokens"] = gr.HTML("")
+                            self.problems["tokens"] = slot()
                 with gr.Accordion("Components and precision", open=False):
                     components = gr.CheckboxGroup(
                         [(html.name(component), component) for component in COMPONENTS],
@@ -411,33 +417,34 @@ class BuildPage:
                         label="Components",
                         info="None chosen: all that the checkpoint has.",
                     )
-                    self.problems["components"] = gr.HTML("")
+                    self.problems["components"] = slot()
                     precision = gr.Dropdown(
                         [("the backend's own", ""), *((each, each) for each in PRECISIONS)], value="",
                         label="Precision",
                     )  # fmt: skip
-                    self.problems["precision"] = gr.HTML("")
+                    self.problems["precision"] = slot()
                     pickle = gr.Checkbox(
                         value=False, label="Open .ckpt, .bin and .pt too",
                         info="They are pickles. Plain tensors alone are read; no code of theirs is run.",
                     )  # fmt: skip
             with gr.Column(scale=2, min_width=300):
-                self.needs = gr.HTML(html.box('<p class="soft">What the build needs is shown here.</p>'))
+                self.needs = slot(html.box('<p class="soft">What the build needs is shown here.</p>'))
                 building = gr.Button("Build", variant="primary", interactive=free)
-                self.notice = gr.HTML("")
-        gr.HTML(html.box("<h3>Builds</h3>"))
-        self.now = gr.HTML("")
-        with gr.Row():
-            self.job = gr.Dropdown(
-                [("the one that runs", "")], value="", label="Which build", allow_custom_value=True, scale=2,
-            )  # fmt: skip
-            cancelling = gr.Button("Cancel build", interactive=free)
-            retrying = gr.Button("Build again", interactive=free)
-            forgetting = gr.Button("Clear ended", interactive=free)
-        with gr.Accordion("Log", open=False):
-            self.log = gr.HTML("")
-        self.past = gr.HTML("")
-        self.live = [self.now, self.job, self.log, self.past]
+                self.notice = slot()
+        slot(html.box("<h3>Builds</h3>"))
+        self.now = slot()
+        with gr.Column(visible=False) as self.controls:
+            with gr.Row():
+                self.job = gr.Dropdown(
+                    [(THE_ONE, "")], value="", label="Which build", allow_custom_value=True, scale=2, min_width=300,
+                )  # fmt: skip
+                cancelling = gr.Button("Cancel build", interactive=free, min_width=120)
+                retrying = gr.Button("Build again", interactive=free, min_width=120)
+                forgetting = gr.Button("Clear ended", interactive=free, min_width=120)
+            with gr.Accordion("Log", open=False):
+                self.log = slot()
+        self.past = slot()
+        self.live = [self.now, self.controls, self.job, self.log, self.past]
         form = [self.models, paths, preset, resolutions, batches, tokens, components, precision, pickle]
 
         @guarded(self.notice)
@@ -546,7 +553,8 @@ class BuildPage:
         if fresh(sent, "now", html.jobs_now(jobs)):
             found[self.now] = sent["now"]
         if fresh(sent, "jobs", [(job.id, job.state) for job in jobs]):
-            choices = [("the one that runs", ""), *((_job_label(job), job.id) for job in reversed(jobs))]
+            choices = [(THE_ONE, ""), *((_job_label(job), job.id) for job in reversed(jobs))]
+            found[self.controls] = gr.update(visible=bool(jobs))
             found[self.job] = gr.update(choices=choices)
             ended = [job for job in reversed(jobs) if job.ended][:MOST_LOGS]
             logs = {job.id: self.services.queue.log(job.id, 60) for job in ended}
@@ -560,7 +568,7 @@ class BuildPage:
 
 def _preset_choices() -> list[tuple[str, str]]:
     shipped = [(f"{preset.name}: {preset.description}", preset.name) for preset in presets()]
-    return [("native range: half to twice the model's own size", NATIVE), ("custom ranges …", CUSTOM), *shipped]
+    return [("native: half to twice its own side", NATIVE), ("custom ranges …", CUSTOM), *shipped]
 
 
 def _first(problems: Mapping[str, str]) -> str:
@@ -576,10 +584,12 @@ class ComparePage:
     def __init__(self, services: Services, bell: Bell):
         self.services, self.bell = services, bell
         models = services.models()
-        gr.HTML(html.box('<p class="soft">One seed, drawn twice: by torch and by engines, side by side.</p>'))
+        slot(html.box('<p class="soft">One seed, drawn twice: by torch and by engines, side by side.</p>'))
         with gr.Row():
-            model = gr.Dropdown(models, value=models[0][1], label="Checkpoint", allow_custom_value=True, scale=2)
-            prompt = gr.Textbox(value="a red circle on a blue background", label="Prompt", scale=3)
+            model = gr.Dropdown(
+                models, value=models[0][1], label="Checkpoint", allow_custom_value=True, scale=2, min_width=280
+            )
+            prompt = gr.Textbox(value="a red circle on a blue background", label="Prompt", scale=3, min_width=280)
         with gr.Row():
             numbers = [
                 gr.Number(value=value, label=label, precision=digits, minimum=low)
@@ -594,8 +604,8 @@ class ComparePage:
         with gr.Row():
             comparing = gr.Button("Compare", variant="primary")
             self.stopping = gr.Button("Stop", visible=False)
-        self.notice = gr.HTML("")
-        self.view = gr.HTML("")
+        self.notice = slot()
+        self.view = slot()
         self.live = [self.view, self.stopping]
 
         @guarded(self.notice)
