@@ -336,9 +336,7 @@ def _laid_out_anew(component: str, source: Component) -> int:
 
 
 def _precision(checkpoint: Checkpoint, component: str, backend: Backend, asked: str | None) -> str:
-    from sdaccel.builder import _own_precision
-
-    return backend.check_precision(asked or _own_precision(checkpoint, component, backend))
+    return backend.check_precision(asked)
 
 
 def _build_memory(checkpoint: Checkpoint, components: Sequence[str]) -> int:

@@ -198,7 +198,10 @@ def import_timing_cache(store: Store, path: Path) -> int:
         raise SettingError(f"{path} cannot be read: {error.strerror or error}.") from None
     if size > MAX_TIMING_CACHE:
         raise SettingError(f"{path} has {size:,} bytes, too many for a timing cache ({MAX_TIMING_CACHE:,} at most).")
-    number = cache.take(Path(path))
+    try:
+        number = cache.take(Path(path))
+    except (AttributeError, RecursionError) as error:  # JSON of another shape
+        raise SettingError(f"{path} is not a timing cache: {error}.") from None
     cache.save()
     return number
 
