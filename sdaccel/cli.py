@@ -551,6 +551,26 @@ def bench(
 
 
 @app.command()
+def ui(
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", help="0: any that is free.")] = 7860,
+    models: Annotated[
+        Path | None, typer.Option("--models", metavar="FOLDER", help="A folder whose checkpoints can be chosen.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where images are saved.")
+    ] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the pages in a browser.")] = True,
+    store: StoreOption = None,
+) -> int:
+    """Serve pages to generate, build, compare and look after engines, for this machine's browser."""
+    from sdaccel.ui.app import serve
+
+    serve(host, port, store=_store(store), models=models, output=output, browser=browser)
+    return OK
+
+
+@app.command()
 def doctor(store: StoreOption = None, as_json: JsonOption = False) -> int:
     """Look for what is missing or wrong, and name the command that puts it right."""
     from sdaccel import doctor as module

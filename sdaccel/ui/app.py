@@ -215,6 +215,7 @@ def start(
 
 
 PAGE_STYLE = """
+.sd-gallery img { object-fit: contain !important; }
 @media (max-width: 760px) {
   .sd-page { flex-direction: column; } .sd-page > .sd-form { display: contents !important; }
   .sd-page > .sd-result { order: 1; width: 100%; } .sd-settings { order: 2; }

@@ -32,6 +32,7 @@ STYLE = """<style>
 .sd p { margin: .25rem 0; } .sd h3 { font-size: 1rem; margin: 0 0 .4rem !important; }
 .sd .soft { color: var(--soft); font-weight: 400; }
 .sd .ok { color: var(--ok); } .sd .warn { color: var(--warn); } .sd .bad { color: var(--bad); }
+.sd .run { color: var(--accent); }
 .sd .sd-notice { border-left: 4px solid var(--accent); padding: .5rem .75rem; border-radius: 4px;
   background: var(--background-fill-secondary, #f4f5f7); color: inherit; }
 .sd .sd-notice.bad { border-color: var(--bad); } .sd .sd-notice.ok { border-color: var(--ok); }
@@ -324,7 +325,7 @@ def needs(label: str, found: Preflight) -> str:
     return box(f'<div class="sd-card"><h3>{escape(label)}</h3>{head}{warnings}</div>')
 
 
-STATES = {RUNNING: "", WAITING: "soft", DONE: "ok", INTERRUPTED: "warn", "failed": "bad", "cancelled": "warn"}
+STATES = {RUNNING: "run", WAITING: "soft", DONE: "ok", INTERRUPTED: "warn", "failed": "bad", "cancelled": "warn"}
 
 
 def jobs_now(jobs: Sequence[Job]) -> str:

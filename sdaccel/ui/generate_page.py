@@ -57,13 +57,19 @@ class GeneratePage:
                 self.notice = slot()
                 self.bar = slot()
                 self.gallery = gr.Gallery(
-                    label="Images", columns=2, object_fit="contain", height="auto", interactive=False, format="png"
+                    label="Images",
+                    columns=2,
+                    object_fit="contain",
+                    height="auto",
+                    interactive=False,
+                    format="png",
+                    elem_classes=["sd-gallery"],
                 )
                 self.report = slot()
                 with gr.Accordion("Earlier images", open=False):
                     self.earlier = gr.Gallery(
                         label="In the output folder, the newest first", columns=4, height="auto", interactive=False,
-                        object_fit="contain", format="png",
+                        object_fit="contain", format="png", elem_classes=["sd-gallery"],
                     )  # fmt: skip
                     slot(html.box(f'<p class="soft">Saved in <code>{services.output_folder()}</code></p>'))
         self.live = [self.bar, self.gallery, self.report, self.earlier, self.stopping]

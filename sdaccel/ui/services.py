@@ -228,6 +228,12 @@ class Services:
         if name in self.tasks:
             self.tasks[name].cancel()
 
+    def forget(self, name: str) -> None:
+        """Lets go of what has ended, so that no page shows it again."""
+        with self._lock:
+            if name in self.tasks and not self.tasks[name].running:
+                del self.tasks[name]
+
     @property
     def studio(self) -> Studio:
         from sdaccel.ui.studio import Studio

@@ -200,7 +200,6 @@ class EnginesPage:
     def __init__(self, services: Services, bell: Bell):
         self.services, self.bell = services, bell
         free = services.host.allowed
-        self.notice = slot()
         self.table = slot()
         self.chosen = gr.Dropdown(
             [], value=[], multiselect=True, allow_custom_value=True, label="Engines to work on",
@@ -217,6 +216,7 @@ class EnginesPage:
             with gr.Row():
                 yes = gr.Button("Yes, do it", variant="stop")
                 no = gr.Button("No, keep them")
+        self.notice = slot()
         self.bar = slot()
         stopping = self.stopping = gr.Button("Stop the comparison", visible=False)
         self.detail = slot()
@@ -240,6 +240,7 @@ class EnginesPage:
         @guarded(self.notice)
         def inspect_(chosen: Any) -> Iterator[Any]:
             keys = self.keys(chosen)
+            services.forget("verify")
             yield {self.detail: html.frame(services.page(keys), "engines"), self.notice: html.notice("Measuring …")}
             page = services.page(keys, measure=True)
             yield {self.detail: html.frame(page, "engines"), self.notice: ""}
@@ -272,6 +273,7 @@ class EnginesPage:
             done: Changes = {confirm: gr.update(visible=False), asked: None}
             try:
                 what, keys = pending or (None, [])
+                services.forget("verify")
                 if what == "deleting":
                     freed = services.delete(keys)
                     text = f"{html.plural(len(keys), 'engine')} deleted, {size_text(freed)} freed."
@@ -337,7 +339,7 @@ class EnginesPage:
         names = ", ".join(f"{html.name(row.component) or 'unreadable'} {row.key[:8]}" for row in rows)
         if what == "deleting":
             size = size_text(sum(row.size for row in rows))
-            return f"Delete {names}? They take {size}, and more where only they use weights."
+            return f"Delete {names}? That frees {size}, and the weights that nothing else uses."
         ready = any(row.state == "ready" for row in rows)
         return f"Build {names} again?" + (" Until that is done, torch runs in their place." if ready else "")
 
@@ -463,6 +465,8 @@ class BuildPage:
                     found[place] = found[place] or text
                 if needed is not None:
                     needs.append(html.needs(labels.get(request.model, request.name), needed))
+            if any(found.values()):
+                needs.append(html.box('<p class="soft">Put right what is marked, then it is shown what is needed.</p>'))
             return {self.needs: "".join(needs), **self.said(found)}
 
         def sizes(value: str) -> Changes:

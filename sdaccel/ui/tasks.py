@@ -40,6 +40,7 @@ class Task:
         self.on_cancel: Callable[[], None] = lambda: None
         self._begin = time.monotonic()
         self._end: float | None = None
+        self._pace: tuple[float, float] | None = None
         self._asked = threading.Event()
         self._work = work
         self._thread = threading.Thread(target=self._run, name=f"sdaccel {title}", daemon=True)
@@ -49,6 +50,8 @@ class Task:
         if self._asked.is_set():
             raise Cancelled(f"{self.title} was stopped.")
         self.stage, self.fraction = stage, min(1.0, max(0.0, fraction))
+        if self._pace is None and self.fraction > 0:
+            self._pace = time.monotonic(), self.fraction
 
     def cancel(self) -> None:
         if self.running:
@@ -76,10 +79,12 @@ class Task:
 
     @property
     def seconds_left(self) -> float | None:
-        """From the pace so far; None while that tells nothing."""
-        if not self.running or self.fraction < 0.05 or self.seconds < 1.0:
+        """From the pace since it got going; None while that tells nothing."""
+        if not self.running or self._pace is None:
             return None
-        return self.seconds * (1 - self.fraction) / self.fraction
+        since, began = self._pace
+        done = self.fraction - began
+        return (time.monotonic() - since) * (1 - self.fraction) / done if done > 0.05 else None
 
     def _run(self) -> None:
         try:
