@@ -45,6 +45,24 @@ def host_modules() -> SimpleNamespace:
     return SimpleNamespace(**{name: importlib.import_module(f"modules.{name}") for name in MODULES})
 
 
+class _Wrapper:
+    """A wrapper of ours around the one that was there. Patchers copy theirs deeply; this one stays the object it is."""
+
+    def __init__(self, call: Callable[..., Any], outer: Callable[..., Any] | None):
+        self.call, self.outer = call, outer
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args, outer=self.outer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Wrapper:
+        return self
+
+
+def _foreign(wrapper: Any) -> Any:
+    """The wrapper that another extension has set, inside one of ours or not."""
+    return wrapper.outer if isinstance(wrapper, _Wrapper) else wrapper
+
+
 class Forge(WebHost):
     """The extension in Forge: callbacks and script hooks call its methods."""
 
@@ -117,10 +135,8 @@ class Forge(WebHost):
         if objects is None or self.loaded() is None:
             return
         unet = objects.unet.clone()
-        outer = unet.model_options.get("model_function_wrapper")
-        if isinstance(outer, functools.partial) and outer.func == self.wrapper:
-            outer = outer.keywords["outer"]
-        unet.set_model_unet_function_wrapper(functools.partial(self.wrapper, outer=outer))
+        outer = _foreign(unet.model_options.get("model_function_wrapper"))
+        unet.set_model_unet_function_wrapper(_Wrapper(self.wrapper, outer))
         self._patcher = objects.unet = unet
 
     def describe(self, p: Any) -> None:
@@ -201,19 +217,16 @@ class Forge(WebHost):
             ("model_vae_decode_wrapper", "set_model_vae_decode_wrapper", "decode", self.call_decode),
             ("model_vae_encode_wrapper", "set_model_vae_encode_wrapper", "encode", self.call_encode),
         ):
-            outer = vae.patcher.model_options.get(name)
-            if isinstance(outer, functools.partial) and outer.func == self.vae_wrapper:
-                outer = outer.keywords["outer"]
-            wrapper = functools.partial(self.vae_wrapper, method=method, call=call, outer=outer)
-            getattr(vae.patcher, setter)(wrapper)
+            wrapper = functools.partial(self.vae_wrapper, method, call)
+            getattr(vae.patcher, setter)(_Wrapper(wrapper, _foreign(vae.patcher.model_options.get(name))))
         objects.vae = vae
 
     def vae_wrapper(
         self,
-        inner: Callable[[torch.Tensor], torch.Tensor],
-        tensor: torch.Tensor,
         method: str,
         call: Callable[..., Any],
+        inner: Callable[[torch.Tensor], torch.Tensor],
+        tensor: torch.Tensor,
         outer: Callable[..., Any] | None,
     ) -> torch.Tensor:
         """``f(decode_inner, samples)``: the host's own code around the network, which an engine answers for."""

@@ -1,0 +1,267 @@
+"""The extension in Forge, against a stand-in of the host: every image equals the host's own torch image."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sdaccel.integrations.forge import Forge
+from tests.integrations.hosts.forge import ForgeHost
+from tests.integrations.hosts.ldm import material, tiny_architectures
+from tests.tolerances import PIPELINE_MAX_ABS
+
+
+class Script:
+    def __init__(self, forge: Forge):
+        self.forge = forge
+
+    def process(self, p: Any) -> None:
+        self.forge.begin(p)
+
+    def process_before_every_sampling(self, p: Any) -> None:
+        self.forge.before_sampling(p)
+
+    def postprocess_batch(self, p: Any) -> None:
+        self.forge.describe(p)
+
+    def postprocess(self, p: Any, processed: Any) -> None:
+        self.forge.finish(processed)
+
+
+class Setup:
+    def __init__(self, host: ForgeHost, forge: Forge):
+        self.host, self.forge = host, forge
+
+    @property
+    def unet(self) -> Any:
+        return self.host.model.forge_objects.unet.model.diffusion_model
+
+    def generate(self, **options: Any) -> Any:
+        self.unet.tally[0] = 0
+        return self.host.generate(**options)
+
+    def plain(self, model: str = "sd1", others: Any = (), **options: Any) -> torch.Tensor:
+        host = ForgeHost(list(material().files.values()))
+        host.load(material().files[model])
+        host.other_scripts += others
+        return host.generate(**options).images
+
+    def reasons(self) -> dict[str, str]:
+        return {fallback.component: fallback.reason for fallback in self.forge.report.fallbacks}
+
+    def calls(self, component: str = "unet") -> tuple[int, int]:
+        run = self.forge.report.components.get(component)
+        return (run.calls, run.torch_calls) if run else (0, 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def architectures():
+    torch.set_num_threads(1)
+    with tiny_architectures():
+        yield
+
+
+@pytest.fixture
+def make():
+    def new(model: str = "sd1", **options: Any) -> Setup:
+        host = ForgeHost(list(material().files.values()))
+        host.shared.opts.sdaccel_store = str(material().store)
+        vars(host.shared.opts).update(options)
+        forge = Forge(host)
+        host.script = Script(forge)
+        host.loaded_callbacks.append(forge.loaded_callback)
+        host.load(material().files[model])
+        return Setup(host, forge)
+
+    return new
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert found.shape == expected.shape
+    assert expected.std() > 1e-3
+    return bool((found - expected).abs().max() <= PIPELINE_MAX_ABS)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, 3),
+        ({"width": 96, "height": 72}, 3),  # odd latents: this host's UNet computes them as engines do
+        ({"batch_size": 3}, 6),
+        ({"tokens": 154}, 6),
+        ({"hr_scale": 1.5, "steps": 2}, 4),
+        ({"model": "sdxl"}, 3),
+        ({"model": "refiner"}, 3),
+        ({"model": "inpaint"}, 3),
+    ],
+    ids=["plain", "size", "batch", "lengths", "hires", "sdxl", "refiner", "inpaint"],
+)
+def test_images_come_from_engines_alone(make, options, calls):
+    setup = make(options.get("model", "sd1"))
+    result = setup.generate(**{key: value for key, value in options.items() if key != "model"})
+    assert same(result.images, setup.plain(**options))
+    assert setup.calls() == (calls, 0) and setup.unet.calls == 0
+    assert setup.calls("vae_decoder") == (options.get("batch_size", 1), 0)
+    assert not setup.forge.report.fallbacks
+    assert "sdaccel: unet" in result.info and "in torch" not in result.info
+
+
+def test_img2img_encodes_through_an_engine(make):
+    setup = make()
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(4))
+    result = setup.generate(init_image=image)
+    assert same(result.images, setup.plain(init_image=image))
+    assert setup.calls("vae_encoder") == (1, 0) and not setup.forge.report.fallbacks
+
+
+def test_a_size_without_profile_runs_in_torch_and_says_so(make):
+    setup = make()
+    result = setup.generate(width=128)
+    assert same(result.images, setup.plain(width=128))
+    assert setup.calls() == (0, 3) and "outside 8-12" in setup.reasons()["unet"]
+    assert "sdaccel in torch: unet 3 calls" in result.info
+
+
+def control(p: Any) -> None:
+    unet = p.sd_model.forge_objects.unet.clone()
+    unet.control = torch.full((1,), 0.5)
+    p.sd_model.forge_objects.unet = unet
+
+
+def patches(p: Any) -> None:
+    unet = p.sd_model.forge_objects.unet.clone()
+    unet.model_options["transformer_options"]["patches"] = {"output_block_patch": [lambda out: out * 0.5]}
+    p.sd_model.forge_objects.unet = unet
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (control, "called with ControlNet residuals (control), which engines do not take"),
+        (patches, "called with transformer_options patches, which engines do not take"),
+    ],
+)
+def test_what_other_extensions_do_is_not_ignored(make, other, reason):
+    setup = make()
+    setup.host.other_scripts.append(other)
+    result = setup.generate()
+    assert same(result.images, setup.plain(others=[other]))
+    assert setup.calls() == (0, 3) and reason in setup.reasons()["unet"]
+    setup.host.other_scripts.clear()
+    setup.generate()
+    assert setup.calls() == (3, 0)
+
+
+def test_lora_is_not_ignored(make):
+    setup = make()
+
+    def lora(p: Any) -> None:
+        unet = p.sd_model.forge_objects.unet.clone()
+        unet.lora_patches[("/loras/ink.safetensors", 1.0, 1.0, False)] = {}
+        p.sd_model.forge_objects.unet = unet
+
+    setup.host.other_scripts.append(lora)
+    setup.generate()
+    assert setup.calls() == (0, 3)
+    assert "networks are active that the engine does not hold: ink" in setup.reasons()["unet"]
+
+
+def test_a_patched_network_is_not_ignored(make):
+    setup = make()
+
+    def patch(p: Any) -> None:
+        unet = p.sd_model.forge_objects.unet.clone()
+        unet.object_patches["diffusion_model.out"] = torch.nn.Identity()
+        p.sd_model.forge_objects.unet = unet
+
+    setup.host.other_scripts.append(patch)
+    setup.generate()
+    assert "diffusion_model.out has been replaced by an object patch" in setup.reasons()["unet"]
+
+
+def test_a_wrapper_of_another_extension_stays_around_ours(make):
+    setup = make()
+    seen = []
+
+    def halve(apply: Any, args: Any) -> torch.Tensor:
+        seen.append(args["cond_or_uncond"])
+        return apply(args["input"], args["timestep"], **args["c"]) * 0.5
+
+    def other(p: Any) -> None:
+        unet = p.sd_model.forge_objects.unet.clone()
+        unet.set_model_unet_function_wrapper(halve)
+        p.sd_model.forge_objects.unet = unet
+
+    setup.host.other_scripts.append(other)
+    result = setup.generate()
+    assert same(result.images, setup.plain(others=[other]))
+    assert setup.calls() == (3, 0) and len(seen) == 6
+
+
+def test_a_replaced_forward_runs_as_it_is(make):
+    setup = make()
+    setup.generate()
+    unet = setup.unet
+    kind = type(unet)
+    unet.forward = lambda *args, **kwargs: kind.forward(unet, *args, **kwargs) * 0.5
+    found = setup.generate()
+    assert setup.calls() == (0, 3)
+    assert "forward of the UNet has been replaced by tests.integrations.test_forge" in setup.reasons()["unet"]
+    assert not same(found.images, setup.plain())
+    assert unet.__dict__["forward"].__name__ == "<lambda>"
+    del unet.forward
+    setup.generate()
+    assert setup.calls() == (3, 0)
+
+
+def test_an_extension_that_takes_the_call_over_is_told(make):
+    setup = make()
+
+    def take(p: Any) -> None:
+        p.sd_model.forge_objects.unet.model_options["model_function_wrapper"] = lambda apply, args: args["input"] * 0.9
+
+    before = setup.forge.before_sampling
+    setup.forge.before_sampling = lambda p: (before(p), take(p))
+    setup.generate()
+    assert setup.reasons()["unet"] == "another extension took over the call of the model"
+
+
+def test_edited_weights_are_noticed(make):
+    setup = make()
+    setup.generate()
+    with torch.no_grad():
+        setup.unet.out._modules["2"].weight.add_(0.05)
+    setup.generate()
+    assert setup.calls() == (0, 3) and "weights differ" in setup.reasons()["unet"]
+
+
+def test_an_additional_vae_is_not_the_checkpoints(make):
+    setup = make()
+    vae = material().files["other"].with_name("my vae.safetensors")
+    vae.write_bytes(material().files["other"].read_bytes())
+    setup.host.sd_models.model_data.forge_loading_parameters["additional_modules"] = [str(vae)]
+    setup.generate()
+    assert setup.calls() == (3, 0) and "no engine of vae_decoder" in setup.reasons()["vae_decoder"]
+
+
+def test_nothing_stays_in_the_host(make):
+    setup = make()
+    setup.generate()
+    objects = setup.host.model.forge_objects_original
+    assert "forward" not in setup.unet.__dict__
+    assert "decode" not in objects.vae.first_stage_model.__dict__
+    assert "model_function_wrapper" not in objects.unet.model_options
+    assert not objects.vae.patcher.model_options.keys() & {"model_vae_decode_wrapper", "model_vae_encode_wrapper"}
+
+
+def test_a_model_that_is_none_of_ours_is_left_alone(make):
+    setup = make()
+    setup.host.sd_models.model_data.sd_model = SimpleNamespace(forge_objects=None, sd_checkpoint_info=None)
+    p = SimpleNamespace(sd_model=setup.host.model, extra_generation_params={})
+    setup.forge.begin(p)
+    setup.forge.before_sampling(p)
+    setup.forge.describe(p)
+    assert "no Stable Diffusion UNet" in setup.reasons()["unet"]
