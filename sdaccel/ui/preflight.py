@@ -134,7 +134,7 @@ def preflight(request: BuildRequest, store: Store) -> Preflight:
         wanted = tuple(
             dict.fromkeys(image.for_component(component, checkpoint.vae_factor) for image in config.profiles)
         )
-        precision = _precision(checkpoint, component, backend, config.precision)
+        precision = backend.check_precision(config.precision)
         profiles[component] = (precision, wanted)
         parts.append(_part(known, component, precision, wanted, added))
     disk = sum(part.disk for part in parts)
@@ -333,10 +333,6 @@ def _laid_out_anew(component: str, source: Component) -> int:
     """Weights of convolutions, which ONNX Runtime keeps in blocks of channels beside the shared ones."""
     half = {"vae_decoder": "decoder.", "vae_encoder": "encoder."}.get(component, "")
     return sum(ref.count for name, ref in source.tensors.items() if len(ref.shape) == 4 and name.startswith(half))
-
-
-def _precision(checkpoint: Checkpoint, component: str, backend: Backend, asked: str | None) -> str:
-    return backend.check_precision(asked)
 
 
 def _build_memory(checkpoint: Checkpoint, components: Sequence[str]) -> int:

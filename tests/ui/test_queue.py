@@ -16,6 +16,7 @@ import pytest
 
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError, StoreError
+from sdaccel.models.demo import demo_model_path
 from sdaccel.ui import process
 from sdaccel.ui.history import History, Pace
 from sdaccel.ui.process import BuildProcess, describe_exit
@@ -69,8 +70,8 @@ def queue(store: Store):
     queues: list[BuildQueue] = []
 
     def make(body: str = DONE) -> BuildQueue:
-        queues.append(BuildQueue(store))
-        queues[-1].command = (sys.executable, "-c", SPEAK + body)
+        pretending = type("Pretending", (BuildQueue,), {"command": (sys.executable, "-c", SPEAK + body)})
+        queues.append(pretending(store))
         return queues[-1]
 
     yield make
@@ -333,11 +334,11 @@ def test_what_is_wrong_is_refused_before_it_is_queued(queue):
     assert builds.jobs() == []
 
 
-def test_a_relative_path_is_the_hosts(queue, tiny_model, monkeypatch):
+def test_a_relative_path_is_the_hosts(queue, monkeypatch):
     builds = queue()
-    monkeypatch.chdir(tiny_model.parent)
-    job = builds.submit(BuildRequest(model="model", components=("unet",)))
-    assert job.request.model == str(tiny_model)
+    monkeypatch.chdir(demo_model_path().parent)
+    job = builds.submit(BuildRequest(model=demo_model_path().name))
+    assert job.request.model == str(demo_model_path())
     assert builds.wait(job.id, 20).state == "done"
 
 
