@@ -19,7 +19,6 @@ from sdaccel.engine.store import Draft, Entry, Store
 from sdaccel.engine.weights import FILE, layout, publish_weights
 from sdaccel.errors import BackendError, ModelError, SettingError
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
-from sdaccel.models.family import Family
 from sdaccel.profile import ImageProfile, OptimizationProfile
 
 Progress = Callable[[str, float], None]
@@ -132,7 +131,7 @@ def _build_component(
     source = checkpoint.components[source_of(component)]
     image_profiles = config.profiles or (ImageProfile.native(checkpoint.native_side),)
     profiles = tuple(dict.fromkeys(image.for_component(component, checkpoint.vae_factor) for image in image_profiles))
-    precision = backend.check_precision(config.precision or _own_precision(checkpoint, component, backend))
+    precision = backend.check_precision(config.precision)
     progress(f"{component}: reading weights", 0.0)
     identity = _identity(checkpoint, component, backend) | {"precision": precision, "profiles": profiles}
 
@@ -193,14 +192,6 @@ def _build_component(
         progress(f"{component}: {who}", 0.0)
 
     return store.publish("engines", engine_key(**identity), fill, waiting=waiting)
-
-
-def _own_precision(checkpoint: Checkpoint, component: str, backend: Backend) -> str | None:
-    """What a component needs where nobody chose: SDXL's VAE says itself that it overflows in fp16, bf16 holds it."""
-    if not component.startswith("vae") or checkpoint.family not in (Family.SDXL, Family.SDXL_REFINER):
-        return None
-    overflows = checkpoint.components["vae"].config.get("force_upcast", True)
-    return "bf16" if overflows and backend.precisions[0] == "fp16" and "bf16" in backend.precisions else None
 
 
 _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}

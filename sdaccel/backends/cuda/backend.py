@@ -121,6 +121,7 @@ class Cuda(Backend):
         import onnx_ir as ir
 
         from sdaccel.backends.cuda.executor import Executor, summary
+        from sdaccel.backends.cuda.headroom import with_headroom
         from sdaccel.backends.cuda.launch import CACHE
         from sdaccel.backends.cuda.load_weights import load_weights
         from sdaccel.backends.cuda.lower import lower
@@ -134,6 +135,8 @@ class Cuda(Backend):
         prologue = invariant(fused, [value.name for value in fused.graph.inputs if value.name in PROMPT])
         model = ir.to_proto(fused)
         plan = lower(model, job.weights.key, weights_file.layout(job.weights), prologue)
+        if job.component.startswith("vae") and job.precision == "fp16":
+            plan = with_headroom(plan)
         plan.save(folder)
 
         job.progress("loading weights", 0.1)
@@ -176,6 +179,7 @@ class Cuda(Backend):
             "ops": dict(sorted(ops.items())),
             "nodes": sum(ops.values()),
             "prologue": len(plan.prologue),
+            "scaled": len(plan.exponents),
             "measured": tuner.measured,
             "ceilings": ceilings,
             "profiles": profiles,

@@ -24,19 +24,25 @@ def load_weights(
 
     ``folder`` is the store's folder of weights entries. Weights that are joined lie below each other in one tensor, of
     which each is a view. ``shared``: parameters of the torch module by name, known to hold the same values. Those of
-    the same type and device are not loaded: engine and module share one memory from then on, tensor by tensor, so that
-    at no time the weights are there twice. Raises EngineBroken for a file that is missing or too short.
+    the same type and device that the plan does not scale are not loaded: engine and module share one memory from then
+    on, tensor by tensor, so that at no time they are there twice. Raises EngineBroken for a file that is missing or too
+    short.
     """
     given = {
         name: parameter
         for name, parameter in (shared or {}).items()
-        if name in plan.weights and parameter.dtype == dtype and parameter.device == device
+        if name in plan.weights and name not in plan.exponents
+        if parameter.dtype == dtype and parameter.device == device
         if tuple(parameter.shape) == plan.weights[name].shape
     }
     weights: dict[str, Tensor] = {}
 
     def value(name: str) -> Tensor:
-        return given[name].data if name in given else _read(folder, plan.weights[name])
+        if name in given:
+            return given[name].data
+        stored = _read(folder, plan.weights[name])
+        power = plan.exponents.get(name, 0)
+        return (stored.to(device, torch.float32) * 2.0**power).to(dtype) if power else stored
 
     def use(name: str, tensor: Tensor) -> None:
         weights[name] = tensor

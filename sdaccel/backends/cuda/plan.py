@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from sdaccel.errors import EngineBroken
 
-FORMAT = 1
+FORMAT = 2
 PLAN = "plan.json"
 CONSTANTS = "constants.safetensors"
 
@@ -59,6 +59,8 @@ class ExecutionPlan:
     joined: Mapping[str, tuple[str, ...]]
     """A weight that is several weights of the same width, one below the other"""
     constants: Mapping[str, torch.Tensor]
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    """Weights that are scaled, by two to this (headroom.py)"""
 
     def save(self, folder: Path) -> None:
         document = {
@@ -70,6 +72,7 @@ class ExecutionPlan:
             "steps": [asdict(step) for step in self.steps],
             "weights": {name: asdict(place) for name, place in self.weights.items()},
             "joined": self.joined,
+            "exponents": self.exponents,
         }
         (folder / PLAN).write_text(json.dumps(document, indent=1, ensure_ascii=False), encoding="utf-8")
         save_file({name: value.contiguous() for name, value in self.constants.items()}, folder / CONSTANTS)
@@ -92,6 +95,7 @@ class ExecutionPlan:
                     for name, place in document["weights"].items()
                 },
                 joined={name: tuple(parts) for name, parts in document["joined"].items()},
+                exponents={name: int(power) for name, power in document["exponents"].items()},
                 # Copies: Windows does not move a folder with a file that is mapped.
                 constants={name: value.clone() for name, value in load_file(folder / CONSTANTS).items()},
             )

@@ -285,7 +285,7 @@ def test_engines_go_where_the_module_is(monkeypatch):
     assert backend._device_of({"a": SimpleNamespace(device=torch.device("cpu"))}) == first
     assert backend._device_of({"a": SimpleNamespace(device=second)}) == second
     names[second] = "GPU B"
-    with pytest.raises(BackendError, match="on cuda:1, a GPU B; engines were built for a GPU A.*DEVICES=1"):
+    with pytest.raises(BackendError, match=r"on cuda:1, a GPU B; engines were built for a GPU A.*DEVICES=1"):
         backend._device_of({"a": SimpleNamespace(device=second)})
 
 
