@@ -29,10 +29,11 @@ class GeneratePage:
         self.services, self.bell = services, bell
         models = services.models()
         side, guidance = usual(models[0][1])
+        labels = [label for label, _ in models]
         with gr.Row(elem_classes=["sd-page"]):
             with gr.Column(scale=2, min_width=320, elem_classes=["sd-form"]):
                 with gr.Column():
-                    model = gr.Dropdown(models, value=models[0][1], label="Checkpoint", allow_custom_value=True)
+                    model = gr.Dropdown(labels, value=labels[0], label="Checkpoint", allow_custom_value=True)
                     prompt = gr.Textbox(value=PROMPT, label="Prompt", lines=2)
                     negative = gr.Textbox(label="Negative prompt", lines=1, placeholder="what not to draw")
                     with gr.Row():

@@ -112,14 +112,18 @@ class Services:
         labels = list(found.values())
         return [(label if labels.count(label) == 1 else f"{label} ({path})", path) for path, label in found.items()]
 
-    def model(self, path: Any) -> str:
-        """``path``, if this page may open it: where anyone may ask, only what is listed. Raises SettingError."""
-        text = str(path or "").strip().strip('"')
+    def model(self, named: Any) -> str:
+        """The path of a checkpoint named by its label or its path. Where anyone may ask, it must be listed.
+
+        Raises SettingError.
+        """
+        text = str(named or "").strip().strip('"')
         if not text:
             raise SettingError("no checkpoint is chosen.", hint="Choose one, or name a path.")
-        if not self.host.allowed and text not in [known for _, known in self.models()]:
+        known = dict(self.models())
+        if not self.host.allowed and text not in (*known, *known.values()):
             raise SettingError("only the checkpoints in the list can be opened from here.")
-        return text
+        return known.get(text, text)
 
     # ---- builds
 

@@ -2,7 +2,7 @@
 
 Each button does one short thing, then rings the hidden ``bell``. That starts the page's only long event, `watch`, which
 sends what has changed until nothing is under way. Loading the page rings the bell too, so that a page loaded in the
-middle of a build finds it where it stands.
+middle of a build finds it where it stands. What a list shows is what it gives: Gradio 3 knows no values behind labels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from sdaccel.generate import Request
 from sdaccel.listing import size_text
 from sdaccel.presets import presets
 from sdaccel.ui import fragments as html
+from sdaccel.ui.queue import Job
 from sdaccel.ui.requests import BuildRequest, words
+from sdaccel.ui.rows import EngineRow
 from sdaccel.ui.services import Host, Services
 from sdaccel.ui.tasks import fault
 
@@ -36,11 +38,11 @@ LINGER_SECONDS = 1.5
 MOST_WATCHERS = 16
 MOST_LOGS = 12
 
-NATIVE, CUSTOM = "native", "custom"
+NATIVE, CUSTOM = "native: half to twice its own side", "custom ranges …"
 THE_ONE = "the one that runs, else the last"
+OWN = "the backend's own"
 COMPONENTS = ("unet", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
 PRECISIONS = ("fp32", "fp16", "bf16")
-_ALL = "all of "
 
 
 def guarded(place: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -202,7 +204,7 @@ class EnginesPage:
         free = services.host.allowed
         self.table = slot()
         self.chosen = gr.Dropdown(
-            [], value=[], multiselect=True, allow_custom_value=True, label="Engines to work on",
+            [], value=[], multiselect=True, label="Engines to work on",
             info="One, several, or all of a checkpoint.",
         )  # fmt: skip
         with gr.Row():
@@ -319,17 +321,12 @@ class EnginesPage:
 
     def keys(self, chosen: Any) -> list[str]:
         """Keys of the engines chosen. Raises SettingError without one, StoreError for one that is gone."""
-        rows = self.services.engines()
-        groups = html.group(rows)
+        choices = _engine_choices(self.services.engines())
         found: list[str] = []
         for value in chosen or []:
-            text = str(value)
-            if text.startswith(_ALL) and text[len(_ALL) :] in groups:
-                found += [row.key for row in groups[text[len(_ALL) :]]]
-            elif any(row.key == text for row in rows):
-                found.append(text)
-            else:
-                raise StoreError(f"there is no engine {text[:40]} any more.", hint="Take it out of the choice.")
+            if value not in choices:
+                raise StoreError(f"there is no engine {value!r:.80} any more.", hint="Take it out of the choice.")
+            found += choices[value]
         if not found:
             raise SettingError("no engine is chosen.", hint="Choose some in the list above the buttons.")
         return list(dict.fromkeys(found))
@@ -355,7 +352,7 @@ class EnginesPage:
         if fresh(sent, "engines", (names, ended, self.busy())):
             rows = self.services.engines()
             found[self.table] = html.engines(rows)
-            found[self.chosen] = gr.update(choices=_engine_choices(rows))
+            found[self.chosen] = gr.update(choices=list(_engine_choices(rows)))
         task = self.services.tasks.get("verify")
         if task is not None and task.running:
             if fresh(sent, "verify bar", html.task(task)):
@@ -369,13 +366,15 @@ class EnginesPage:
         return found
 
 
-def _engine_choices(rows: Any) -> list[tuple[str, str]]:
-    found = []
+def _engine_choices(rows: Sequence[EngineRow]) -> dict[str, list[str]]:
+    """Label → keys."""
+    found = {}
     for checkpoint, members in html.group(rows).items():
-        found.append((f"all {len(members)} of {checkpoint}", f"{_ALL}{checkpoint}"))
+        if len(members) > 1:
+            found[f"all of {checkpoint}"] = [row.key for row in members]
         for row in members:
-            label = " · ".join(filter(None, (html.name(row.component), html.shapes(row), row.precision, row.key[:8])))
-            found.append((label, row.key))
+            parts = (html.name(row.component), html.shapes(row), row.precision, row.key[:12])
+            found[" · ".join(filter(None, parts))] = [row.key]
     return found
 
 
@@ -385,11 +384,11 @@ class BuildPage:
     def __init__(self, services: Services, bell: Bell):
         self.services, self.bell = services, bell
         free = services.host.allowed
-        models = services.models()
+        models = [label for label, _ in services.models()]
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 self.models = gr.Dropdown(
-                    models, value=[models[0][1]], multiselect=True, label="Checkpoints",
+                    models, value=models[:1], multiselect=True, label="Checkpoints",
                     info="One or several; each is a build of its own.",
                 )  # fmt: skip
                 paths = gr.Textbox(
@@ -421,7 +420,7 @@ class BuildPage:
                     )
                     self.problems["components"] = slot()
                     precision = gr.Dropdown(
-                        [("the backend's own", ""), *((each, each) for each in PRECISIONS)], value="",
+                        [OWN, *PRECISIONS], value=OWN,
                         label="Precision",
                     )  # fmt: skip
                     self.problems["precision"] = slot()
@@ -438,7 +437,7 @@ class BuildPage:
         with gr.Column(visible=False) as self.controls:
             with gr.Row():
                 self.job = gr.Dropdown(
-                    [(THE_ONE, "")], value="", label="Which build", allow_custom_value=True, scale=2, min_width=300,
+                    [THE_ONE], value=THE_ONE, label="Which build", allow_custom_value=True, scale=2, min_width=300,
                 )  # fmt: skip
                 cancelling = gr.Button("Cancel build", interactive=free, min_width=120)
                 retrying = gr.Button("Build again", interactive=free, min_width=120)
@@ -497,7 +496,7 @@ class BuildPage:
         @guarded(self.notice)
         def forget() -> Changes:
             services.forget_finished()
-            return {self.notice: "", self.job: gr.update(value=""), **bell.ring()}
+            return {self.notice: "", self.job: gr.update(value=THE_ONE), **bell.ring()}
 
         quiet = {"show_progress": "hidden"}
         problems = list(self.problems.values())
@@ -523,12 +522,12 @@ class BuildPage:
         return [
             BuildRequest(
                 model=self.services.model(model),
-                preset=None if custom or preset in (NATIVE, None, "") else str(preset),
+                preset=None if custom or preset in (NATIVE, None, "") else str(preset).partition(":")[0],
                 resolutions=words(str(resolutions or "")) if custom else (),
                 batches=words(str(batches or "")) if custom else (),
                 tokens=words(str(tokens or "")) if custom else (),
                 components=tuple(map(str, components)) if components else None,
-                precision=str(precision) if precision else None,
+                precision=str(precision) if precision not in (OWN, None, "") else None,
                 allow_pickle=pickle is True,
             )
             for model in dict.fromkeys(chosen)
@@ -540,8 +539,9 @@ class BuildPage:
     def which(self, job: Any, ended: bool) -> str:
         """The id of the build that a button means: the chosen one, else the one that runs or the last that ended."""
         jobs = self.services.queue.jobs()
-        if job:
-            return str(job)
+        if job not in (THE_ONE, None, ""):
+            labels = {_job_label(each): each.id for each in jobs}
+            return labels.get(str(job), str(job))
         found = [each for each in jobs if each.ended == ended]
         if not found:
             raise StoreError("no build has ended yet." if ended else "no build is under way.")
@@ -557,7 +557,7 @@ class BuildPage:
         if fresh(sent, "now", html.jobs_now(jobs)):
             found[self.now] = sent["now"]
         if fresh(sent, "jobs", [(job.id, job.state) for job in jobs]):
-            choices = [(THE_ONE, ""), *((_job_label(job), job.id) for job in reversed(jobs))]
+            choices = [THE_ONE, *(_job_label(job) for job in reversed(jobs))]
             found[self.controls] = gr.update(visible=bool(jobs))
             found[self.job] = gr.update(choices=choices)
             ended = [job for job in reversed(jobs) if job.ended][:MOST_LOGS]
@@ -570,9 +570,8 @@ class BuildPage:
         return found
 
 
-def _preset_choices() -> list[tuple[str, str]]:
-    shipped = [(f"{preset.name}: {preset.description}", preset.name) for preset in presets()]
-    return [("native: half to twice its own side", NATIVE), ("custom ranges …", CUSTOM), *shipped]
+def _preset_choices() -> list[str]:
+    return [NATIVE, CUSTOM, *(f"{preset.name}: {preset.description}" for preset in presets())]
 
 
 def _first(problems: Mapping[str, str]) -> str:
@@ -580,18 +579,19 @@ def _first(problems: Mapping[str, str]) -> str:
     return f"{field}: {text}"
 
 
-def _job_label(job: Any) -> str:
-    return f"{job.request.name} · {html.request_text(job.request)} · {job.state}"
+def _job_label(job: Job) -> str:
+    when = time.strftime("%H:%M:%S", time.localtime(job.created))
+    return f"{when} {job.request.name} · {html.request_text(job.request)}"
 
 
 class ComparePage:
     def __init__(self, services: Services, bell: Bell):
         self.services, self.bell = services, bell
-        models = services.models()
+        models = [label for label, _ in services.models()]
         slot(html.box('<p class="soft">One seed, drawn twice: by torch and by engines, side by side.</p>'))
         with gr.Row():
             model = gr.Dropdown(
-                models, value=models[0][1], label="Checkpoint", allow_custom_value=True, scale=2, min_width=280
+                models, value=models[0], label="Checkpoint", allow_custom_value=True, scale=2, min_width=280
             )
             prompt = gr.Textbox(value="a red circle on a blue background", label="Prompt", scale=3, min_width=280)
         with gr.Row():
