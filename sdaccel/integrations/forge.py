@@ -70,8 +70,6 @@ class Forge(WebHost):
 
     def __init__(self, host: Any = None):
         super().__init__(host_modules() if host is None else host)
-        self._patcher: Any = None
-        """The clone of the UNet's patcher that carries our wrapper in this generation."""
 
     # what the host has
 
@@ -101,7 +99,7 @@ class Forge(WebHost):
     def hindrance(self, part: str) -> str | None:
         objects = getattr(self._model(), "forge_objects", None)
         patcher = getattr(objects, part, None)
-        patcher = (self._patcher or patcher) if part == "unet" else getattr(patcher, "patcher", patcher)
+        patcher = patcher if part == "unet" else getattr(patcher, "patcher", patcher)
         names = sorted({Path(str(key[0])).stem for key in getattr(patcher, "lora_patches", None) or {}})
         if names:
             return f"networks are active that the engine does not hold: {', '.join(names)}."
@@ -125,7 +123,6 @@ class Forge(WebHost):
     def begin(self, p: Any) -> None:
         """Script.process: before the image of img2img is encoded."""
         super().begin(p)
-        self._patcher = None
         self._wrap_vae(p.sd_model)
 
     def before_sampling(self, p: Any) -> None:
@@ -137,7 +134,7 @@ class Forge(WebHost):
         unet = objects.unet.clone()
         outer = _foreign(unet.model_options.get("model_function_wrapper"))
         unet.set_model_unet_function_wrapper(_Wrapper(self.wrapper, outer))
-        self._patcher = objects.unet = unet
+        objects.unet = unet
 
     def describe(self, p: Any) -> None:
         """Script.postprocess_batch: images are decoded, their infotext is not written yet."""
@@ -159,8 +156,7 @@ class Forge(WebHost):
         return "another extension took over the call of the model"
 
     def unload(self) -> None:
-        """on_script_unloaded: nothing of ours stays in the host."""
-        self._patcher = None
+        """on_script_unloaded: the patchers that carry our wrappers are the last generation's; the next has new ones."""
 
     # the UNet
 

@@ -31,6 +31,15 @@ SWITCHED_OFF = "sdaccel is switched off in Settings."
 
 T = TypeVar("T")
 
+_kept: dict[tuple[str, str], Any] = {}
+
+
+def kept(name: str, of: str, make: Callable[[], T]) -> T:
+    """What is made once and outlives a reload of the host's scripts."""
+    if (name, of) not in _kept:
+        _kept[name, of] = make()
+    return _kept[name, of]
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -375,4 +384,4 @@ def _calls(number: int) -> str:
     return "1 call" if number == 1 else f"{number} calls"
 
 
-__all__ = ["SWITCHED_OFF", "Loaded", "WebHost", "infotext"]
+__all__ = ["SWITCHED_OFF", "Loaded", "WebHost", "infotext", "kept"]

@@ -1,0 +1,188 @@
+"""The extension's own files: install.py and the shim, in a stand-in of the host's modules."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integrations.hosts.a1111 import A1111
+
+EXTENSION = Path(__file__).parents[2] / "extension"
+
+
+def load(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- install.py
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """install.py in a folder of its own, on a machine without sdaccel, with a pretended pip."""
+    folder = tmp_path / "sdaccel ext"
+    folder.mkdir()
+    module = load(Path(shutil.copy(EXTENSION / "install.py", folder)), "install")
+    module.commands = []
+    module.report = {"install": [{"metadata": {"name": "sdaccel", "version": "1"}}]}
+    module.code = 0
+
+    def run(command: list[str], **options: Any) -> Any:
+        module.commands.append(command)
+        out = json.dumps(module.report) if "--dry-run" in command else ""
+        return subprocess.CompletedProcess(command, module.code, out, "no network" if module.code else "")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "installed", lambda: {"Torch": "2.9", "some_package": "1.0"})
+    return module
+
+
+def test_it_installs_by_the_hosts_python(install):
+    install.main()
+    dry, real = install.commands
+    assert dry[0] == real[0] == sys.executable and "--dry-run" in dry and real[-1] == "sdaccel"
+    assert not install.PROBLEM.exists()
+
+
+def test_it_asks_nothing_when_sdaccel_is_there(install, monkeypatch):
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: object())
+    install.PROBLEM.write_text("old", encoding="utf-8")
+    install.main()
+    assert not install.commands and not install.PROBLEM.exists()
+
+
+def test_it_changes_no_package_of_the_host(install, capsys):
+    install.report["install"] += [
+        {"metadata": {"name": "some-Package", "version": "2.0"}},
+        {"metadata": {"name": "torch", "version": "2.9"}},
+    ]
+    install.main()
+    assert len(install.commands) == 1
+    told = capsys.readouterr().out
+    assert "some-Package 1.0 -> 2.0" in told and "torch" not in told and "sdaccel-env" in told
+    assert install.PROBLEM.read_text(encoding="utf-8").strip() == told.strip()
+
+
+@pytest.mark.parametrize("report", [{"install": [{}]}, [], "text"])
+def test_a_pip_that_gives_no_report(install, report):
+    install.report = report
+    install.main()
+    assert "install -U pip" in install.PROBLEM.read_text(encoding="utf-8")
+
+
+def test_without_a_network_it_says_so(install):
+    install.code = 1
+    install.main()
+    assert "no network" in install.PROBLEM.read_text(encoding="utf-8")
+
+
+def test_in_a_checkout_it_installs_that(install):
+    root = install.HERE.parent
+    (root / "sdaccel").mkdir()
+    (root / "sdaccel" / "__init__.py").touch()
+    assert install.source() == str(root)
+
+
+def test_metadata():
+    found = configparser.ConfigParser()
+    found.read(EXTENSION / "metadata.ini", encoding="utf-8")
+    assert found["Extension"]["Name"] == "sdaccel"
+
+
+# --- the shim
+
+
+@pytest.fixture
+def shim(tmp_path, monkeypatch):
+    """Loads the shim into a host, in a folder of its own."""
+    scripts = tmp_path / "extensions" / "sdaccel" / "scripts"
+    scripts.mkdir(parents=True)
+    file = Path(shutil.copy(EXTENSION / "scripts" / "sdaccel_tab.py", scripts))
+
+    def new(**options: Any) -> tuple[Any, A1111]:
+        host = A1111([])
+        host.shared.opts.sdaccel_store = str(tmp_path / "store")
+        package = ModuleType("modules")
+        monkeypatch.setitem(sys.modules, "modules", package)
+        parts = {
+            name: getattr(host, name)
+            for name in ("shared", "devices", "sd_unet", "sd_models", "sd_vae", "script_callbacks")
+        }
+        parts["scripts"] = SimpleNamespace(Script=object, AlwaysVisible="always")
+        for name, part in (parts | options).items():
+            setattr(package, name, part)
+            monkeypatch.setitem(sys.modules, f"modules.{name}", part)
+        return load(file, "sdaccel_tab"), host
+
+    return new
+
+
+def test_the_shim_registers_everything(shim):
+    module, host = shim()
+    assert module.problem is None and module.web.name == "A1111"
+    assert {name for name, found in host.callbacks.items() if found} == {
+        "app_started",
+        "cfg_denoiser",
+        "list_unets",
+        "model_loaded",
+        "script_unloaded",
+        "ui_settings",
+        "ui_tabs",
+    }
+    script = module.SdaccelScript()
+    assert script.show(False) == "always" and script.ui(False) == []
+    p = SimpleNamespace(batch_size=1, extra_generation_params={})
+    script.process(p)
+    script.postprocess_batch(p)
+    script.postprocess(p, None)
+
+
+def test_its_routes_answer(shim):
+    starlette = pytest.importorskip("starlette.applications")
+    pytest.importorskip("httpx")
+    testclient = pytest.importorskip("starlette.testclient")
+    module, _ = shim()
+    app = starlette.Starlette()
+    module.on_app_started(None, app)
+    client = testclient.TestClient(app, base_url="http://localhost")
+    assert client.get("/sdaccel/v1/engines").json() == {"engines": []}
+    assert client.get("/sdaccel/v1/builds").json() == {"builds": []}
+    wrong = client.post("/sdaccel/v1/builds", json={"colour": "red"})
+    assert wrong.status_code == 400 and "no field 'colour'" in wrong.json()["error"]
+
+
+def test_the_tab_opens(shim):
+    pytest.importorskip("gradio")
+    module, _ = shim()
+    ((blocks, title, name),) = module.on_ui_tabs()
+    assert (title, name) == ("sdaccel", "sdaccel") and len(blocks.blocks) > 10
+
+
+def test_the_tab_says_what_is_missing(shim, monkeypatch):
+    pytest.importorskip("gradio")
+    monkeypatch.setitem(sys.modules, "sdaccel.integrations.webui", None)
+    module, host = shim()
+    assert isinstance(module.problem, ImportError)
+    assert [name for name, found in host.callbacks.items() if found] == ["ui_tabs"]
+    assert module.SdaccelScript().show(False) is False
+    module.PROBLEM.write_text("<do> this", encoding="utf-8")
+    ((blocks, _, _),) = module.on_ui_tabs()
+    page = next(block.value for block in blocks.blocks.values() if hasattr(block, "value"))
+    assert "cannot run here yet" in page and "&lt;do&gt; this" in page
+    module.PROBLEM.unlink()
+    ((blocks, _, _),) = module.on_ui_tabs()
+    page = next(block.value for block in blocks.blocks.values() if hasattr(block, "value"))
+    assert "-m pip install sdaccel" in page
