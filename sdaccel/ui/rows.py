@@ -198,10 +198,7 @@ def import_timing_cache(store: Store, path: Path) -> int:
         raise SettingError(f"{path} cannot be read: {error.strerror or error}.") from None
     if size > MAX_TIMING_CACHE:
         raise SettingError(f"{path} has {size:,} bytes, too many for a timing cache ({MAX_TIMING_CACHE:,} at most).")
-    try:
-        number = cache.take(Path(path))
-    except (AttributeError, RecursionError) as error:  # JSON of another shape
-        raise SettingError(f"{path} is not a timing cache: {error}.") from None
+    number = cache.take(Path(path))
     cache.save()
     return number
 
@@ -209,7 +206,7 @@ def import_timing_cache(store: Store, path: Path) -> int:
 def _timing_cache(store: Store) -> TimingCache:
     from sdaccel.backends.base import pick_backend
 
-    return pick_backend("cuda")._timing_cache(store.root)  # type: ignore[attr-defined]
+    return pick_backend("cuda").timing_cache(store.root)  # type: ignore[attr-defined]
 
 
 __all__ = [

@@ -143,7 +143,7 @@ class Cuda(Backend):
         dtype, device = TYPES[job.precision], self.where()
         weights = load_weights(plan, job.weights.path.parent, dtype, device)
         CACHE.folder = job.store.root / CUBIN_CACHE
-        cache = self._timing_cache(job.store.root)
+        cache = self.timing_cache(job.store.root)
         if job.timing_cache is not None and job.timing_cache.exists():
             cache.take(job.timing_cache)
         tuner = self.tuner(cache)
@@ -186,7 +186,8 @@ class Cuda(Backend):
         }
         return Built((), details)
 
-    def _timing_cache(self, root: Path) -> TimingCache:
+    def timing_cache(self, root: Path) -> TimingCache:
+        """What builds of the store at ``root`` have measured on this device, with these versions."""
         from sdaccel.backends.cuda.timing_cache import TimingCache
 
         identity = {**self.device(), **self.versions()}

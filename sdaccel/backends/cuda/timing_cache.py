@@ -147,7 +147,13 @@ class TimingCache(TacticTable):
 
 
 def _read(path: Path, device: Mapping[str, str]) -> TacticTable:
-    document = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return _parsed(json.loads(path.read_text(encoding="utf-8")), path, device)
+    except (AttributeError, RecursionError) as error:  # JSON of another shape
+        raise ValueError(str(error)) from error
+
+
+def _parsed(document: Any, path: Path, device: Mapping[str, str]) -> TacticTable:
     if document["format"] != FORMAT:
         raise ValueError(f"format {document['format']!r} is not {FORMAT}")
     if document["device"] != dict(device):
