@@ -164,7 +164,6 @@ def start(
     """Serves the pages from a thread. See `serve`."""
     try:
         import gradio as gr
-        from starlette.middleware import Middleware
     except ImportError:
         raise SettingError(
             "the pages need Gradio, which is not installed.", hint='Run: python -m pip install "sdaccel[ui]"'
@@ -180,36 +179,44 @@ def start(
     served = Host("sdaccel", lambda: models_in(folder) if folder else [], remote=not is_local(host))
     services = Services(store or Store(), served, output)
     try:
-        os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        blocks = build_app(services)
-        blocks.queue(default_concurrency_limit=None, max_size=256)
-        guard = Middleware(Guard, names=known_names(host), addresses=served.remote)
-        blocks.launch(
-            server_name=host,
-            server_port=port or None,
-            share=False,
-            inbrowser=browser,
-            prevent_thread_lock=True,
-            quiet=True,
-            allowed_paths=[str(services.output_folder())],
-            footer_links=[],
-            app_kwargs={"middleware": [guard], "docs_url": None, "redoc_url": None, "openapi_url": None},
-            ssr_mode=False,
-            mcp_server=False,
-            pwa=False,
-            enable_monitoring=False,
-            max_file_size=64 * 2**20,
-            css=PAGE_STYLE,
-            theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
-                body_text_color_subdued="*neutral_500",
-                block_info_text_color="*neutral_500",
-                input_placeholder_color="*neutral_500",
-            ),
-        )
+        return launch(services, host, port, browser)
     except BaseException:
         services.close()
         raise
+
+
+def launch(services: Services, host: str, port: int, browser: bool = False) -> Server:
+    """Serves the pages of ``services``; port 0: any that is free from 7860 on."""
+    import gradio as gr
+    from starlette.middleware import Middleware
+
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    blocks = build_app(services)
+    blocks.queue(default_concurrency_limit=None, max_size=256)
+    guard = Middleware(Guard, names=known_names(host), addresses=services.host.remote)
+    blocks.launch(
+        server_name=host,
+        server_port=port or None,
+        share=False,
+        inbrowser=browser,
+        prevent_thread_lock=True,
+        quiet=True,
+        allowed_paths=[str(services.output_folder())],
+        footer_links=[],
+        app_kwargs={"middleware": [guard], "docs_url": None, "redoc_url": None, "openapi_url": None},
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        enable_monitoring=False,
+        max_file_size=64 * 2**20,
+        css=PAGE_STYLE,
+        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]).set(
+            body_text_color_subdued="*neutral_500",
+            block_info_text_color="*neutral_500",
+            input_placeholder_color="*neutral_500",
+        ),
+    )
     shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
     return Server(services, blocks, f"http://{shown}:{blocks.server_port}/")
 

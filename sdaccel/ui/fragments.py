@@ -71,6 +71,7 @@ STYLE = """<style>
 .sd-frame { width: 100%; height: min(75vh, 900px); border: 1px solid var(--line); border-radius: 8px;
   background: #fff; }
 .sd-out { display: none !important; }
+.sd-slot .generating, .sd-quiet .generating { border-color: transparent !important; animation: none !important; }
 @media (max-width: 760px) {
   .sd-rows thead { display: none; }
   .sd-rows, .sd-rows tbody { display: block; }
@@ -306,23 +307,29 @@ def decibels(psnr: float | None) -> str:
 
 def needs(label: str, found: Preflight) -> str:
     """The preflight of one checkpoint."""
-    if found.covered:
-        text = "Nothing to build: the engines of this checkpoint hold all of it already."
-        head = f'<p class="ok"><b>{text}</b></p>'
-    else:
-        figures = {
-            "disk": f"{size_text(found.disk)} more, {size_text(found.disk_free)} free",
-            "GPU memory": None if found.vram is None else size_text(found.vram),
-            "main memory": size_text(found.memory),
-            "time": f"{duration(found.seconds)}, from {found.seconds_from}",
-            "for": found.device,
-        }
-        rows = "".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in figures.items() if text)
-        there = [name(part.component) for part in found.parts if part.exact]
-        rows += f"<dt>there already</dt><dd>{escape(', '.join(there))}</dd>" if there else ""
-        head = f'<dl>{rows}</dl><p class="soft">Every figure is an estimate.</p>'
-    warnings = "".join(f'<p class="warn">{escape(text[:1].upper() + text[1:])}</p>' for text in found.warnings)
-    return box(f'<div class="sd-card"><h3>{escape(label)}</h3>{head}{warnings}</div>')
+    to_build = [part.component for part in found.parts if not part.exact]
+    if not to_build:
+        return box(
+            f'<div class="sd-card"><h3>{escape(label)}</h3>'
+            '<p class="ok">Nothing to build: the store holds these very engines.</p></div>'
+        )
+    held = "Engines in the store hold all of these sizes already. A build adds others for just these."
+    figures = {
+        "to build": ", ".join(map(name, to_build)),
+        "disk": f"about {size_text(found.disk)}; {size_text(found.disk_free)} free",
+        "time": f"about {duration(found.seconds)}, from {found.seconds_from}",
+        "main memory": f"about {size_text(found.memory)} while it builds",
+        "GPU memory": None if found.vram is None else f"about {size_text(found.vram)} at the largest size",
+        "for": found.device,
+    }
+    rows = "".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in figures.items() if text)
+    said = [f'<p class="ok">{held}</p>'] if found.covered else []
+    said += [f'<p class="warn">{escape(text[:1].upper() + text[1:])}</p>' for text in found.warnings]
+    said += [f'<p class="soft">{escape(text[:1].upper() + text[1:])}</p>' for text in found.notes]
+    return box(
+        f'<div class="sd-card"><h3>{escape(label)}</h3><dl>{rows}</dl>{"".join(said)}'
+        '<p class="soft">Every figure is an estimate.</p></div>'
+    )
 
 
 STATES = {RUNNING: "run", WAITING: "soft", DONE: "ok", INTERRUPTED: "warn", "failed": "bad", "cancelled": "warn"}

@@ -159,8 +159,10 @@ class Services:
         return engine_rows(self.store)
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Bytes freed."""
+        """Bytes freed. Raises StoreError where none of them is there any more."""
         self.host.permit("deleting")
+        if not {row.key for row in self.engines()} & set(keys):
+            raise StoreError("there is no such engine any more.", hint="It has been deleted already.")
         return delete(self.store, keys)
 
     def rebuild(self, keys: Sequence[str]) -> list[Job]:

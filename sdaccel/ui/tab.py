@@ -204,7 +204,7 @@ class EnginesPage:
         free = services.host.allowed
         self.table = slot()
         self.chosen = gr.Dropdown(
-            [], value=[], multiselect=True, label="Engines to work on",
+            [], value=[], multiselect=True, label="Engines to work on", elem_classes=["sd-quiet"],
             info="One, several, or all of a checkpoint.",
         )  # fmt: skip
         with gr.Row():
@@ -438,6 +438,7 @@ class BuildPage:
             with gr.Row():
                 self.job = gr.Dropdown(
                     [THE_ONE], value=THE_ONE, label="Which build", allow_custom_value=True, scale=2, min_width=300,
+                    elem_classes=["sd-quiet"],
                 )  # fmt: skip
                 cancelling = gr.Button("Cancel build", interactive=free, min_width=120)
                 retrying = gr.Button("Build again", interactive=free, min_width=120)
@@ -518,10 +519,11 @@ class BuildPage:
         chosen += [line.strip().strip('"') for line in str(paths or "").splitlines() if line.strip()]
         if not chosen:
             raise SettingError("no checkpoint is chosen.", hint="Choose one, or name a path.")
+        models = dict.fromkeys(self.services.model(model) for model in chosen)
         custom = preset == CUSTOM
         return [
             BuildRequest(
-                model=self.services.model(model),
+                model=model,
                 preset=None if custom or preset in (NATIVE, None, "") else str(preset).partition(":")[0],
                 resolutions=words(str(resolutions or "")) if custom else (),
                 batches=words(str(batches or "")) if custom else (),
@@ -530,7 +532,7 @@ class BuildPage:
                 precision=str(precision) if precision not in (OWN, None, "") else None,
                 allow_pickle=pickle is True,
             )
-            for model in dict.fromkeys(chosen)
+            for model in models
         ]
 
     def said(self, found: Mapping[str, str]) -> Changes:
