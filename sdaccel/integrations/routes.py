@@ -13,6 +13,8 @@ from sdaccel import settings
 from sdaccel.errors import EngineNotFound, SdaccelError, SettingError
 from sdaccel.integrations.host import WebHost
 
+LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
+
 # --- who may build and delete -----------------------------------------------------------------------------------------
 
 
@@ -24,10 +26,13 @@ def open_to_others(options: Any, api: bool = False) -> str | None:
     guards = ("api_auth",) if api else ("gradio_auth", "gradio_auth_path")
     if any(getattr(options, name, None) for name in guards):
         return None
-    for name in ("listen", "share", "server_name", "ngrok"):
-        value = getattr(options, name, None)
-        if value and not (name == "server_name" and value in ("127.0.0.1", "localhost", "::1")):
-            return f"--{name.replace('_', '-')}"
+    name = getattr(options, "server_name", None)
+    if name and name not in LOCAL:
+        return "--server-name"
+    # Without pages A1111 listens to every network unless it is told a name.
+    for option in ("listen", "share", "ngrok", *(() if name else ("nowebui",))):
+        if getattr(options, option, None):
+            return f"--{option}"
     return None
 
 
@@ -47,7 +52,6 @@ def refusal(options: Any, api: bool = False) -> str | None:
 
 ROUTE = "/sdaccel/v1"
 LARGEST_BODY = 1 << 20
-_LOCAL = {"127.0.0.1", "localhost", "::1", "testserver"}
 
 
 class Routes:
@@ -113,7 +117,7 @@ class Routes:
         origin = headers.get("origin")
         if origin and _host_of(origin.partition("://")[2]) != host:
             return 403, f"pages of {origin} may not use this."
-        if open_to_others(self.options, api=True) is None and not credentials and host not in _LOCAL:
+        if open_to_others(self.options, api=True) is None and not credentials and host not in LOCAL:
             return 403, f"{host} is not this machine."  # another name that resolves to it
         if method == "GET":
             return None

@@ -167,6 +167,8 @@ def test_which_options_open_a_host():
     assert open_to_others(SimpleNamespace()) is None
     assert open_to_others(SimpleNamespace(listen=True)) == "--listen"
     assert open_to_others(SimpleNamespace(server_name="127.0.0.1")) is None
+    assert open_to_others(SimpleNamespace(nowebui=True)) == "--nowebui"  # the host then listens everywhere
+    assert open_to_others(SimpleNamespace(nowebui=True, server_name="localhost")) is None
     assert open_to_others(SimpleNamespace(listen=True, gradio_auth="a:b")) is None
     assert open_to_others(SimpleNamespace(listen=True, gradio_auth="a:b"), api=True) == "--listen"
     assert "--gradio-auth" in str(refusal(SimpleNamespace(share=True)))
