@@ -7,24 +7,24 @@ import shutil
 import time
 from pathlib import Path
 
-import gradio as gr
 import pytest
 
 from sdaccel.engine.store import Store
 from sdaccel.ui.app import launch
 from sdaccel.ui.services import Host, Services
-from sdaccel.ui.tab import CUSTOM, build_tab
+from sdaccel.ui.tab import CUSTOM
+from tests.ui import in_a_host
+from tests.ui.in_a_host import button, tab
 
 pytestmark = pytest.mark.browser
 
-PLACES = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 420, "height": 900}
 
 
 @pytest.fixture(scope="module")
 def chromium():
     sync_api = pytest.importorskip("playwright.sync_api")
-    program = next((place for place in PLACES if Path(place).is_file()), None)
+    program = in_a_host.chromium()
     if program is None:
         pytest.skip("there is no Chromium here")
     with sync_api.sync_playwright() as playwright:
@@ -64,14 +64,6 @@ def open_pages(page, url):
     page.goto(url, wait_until="domcontentloaded")
     button(page, "Generate").wait_for()
     page.locator(".sd-slot").first.wait_for(state="attached")
-
-
-def button(page, name):
-    return page.get_by_role("button", name=name, exact=True)
-
-
-def tab(page, name):
-    page.get_by_role("tab", name=name, exact=True).click()
 
 
 def choose(page, label, option):
@@ -187,19 +179,7 @@ def test_nothing_overflows(page, size):
 def test_the_tab_answers_inside_of_a_host(chromium, tiny_store, tmp_path):
     """As AUTOMATIC1111 and Forge show it; .ci/gradios runs this under their versions of Gradio."""
     services = services_of(tiny_store, tmp_path)
-    inner = build_tab(services, Host("a host", lambda: [("tiny", str(tiny_store.model))]))
-    with gr.Blocks(analytics_enabled=False) as host, gr.Tabs(), gr.TabItem("sdaccel"):
-        inner.render()
-    host.queue()
-    _, url, _ = host.launch(server_name="127.0.0.1", share=False, prevent_thread_lock=True, quiet=True)
-    page = chromium.new_page(viewport=WIDE)
-    page.set_default_timeout(20_000)
     try:
-        page.goto(url, wait_until="domcontentloaded")
-        page.get_by_text("4 engines").wait_for()
-        button(page, "Inspect").click()
-        page.get_by_text("no engine is chosen").wait_for()
+        in_a_host.try_in_a_host(chromium, services)
     finally:
-        page.close()
-        host.close()
         services.close()

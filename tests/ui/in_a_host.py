@@ -1,0 +1,87 @@
+"""The tab inside of a host's page, under whatever Gradio is installed.
+
+`tests/ui/test_browser.py` tries it under the newest; run as a program (`.ci/gradios` does) it tries another:
+
+    python tests/ui/in_a_host.py 3.41.2
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from sdaccel.engine.store import Store
+from sdaccel.ui.services import Host, Services
+from sdaccel.ui.tab import CUSTOM, build_tab
+
+PLACES = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
+
+
+def chromium() -> str | None:
+    """The program, where there is one."""
+    return next((place for place in PLACES if Path(place).is_file()), None)
+
+
+def try_in_a_host(browser: Any, services: Services) -> None:
+    """Builds the tab, serves it, sees what it lists, presses a button, is told of a mistake, builds and cancels."""
+    inner = build_tab(services, services.host)
+    with gr.Blocks(analytics_enabled=False) as host, gr.Tabs(), gr.TabItem("sdaccel"):
+        inner.render()
+    host.queue(64) if gr.__version__.startswith("3.") else host.queue()
+    _, url, _ = host.launch(server_name="127.0.0.1", share=False, prevent_thread_lock=True, quiet=True)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(20_000)
+    try:
+        page.goto(url, wait_until="domcontentloaded")
+        engines = len(services.engines())
+        page.get_by_text(f"{engines} engines" if engines else "No engines yet").wait_for()
+        button(page, "Inspect").click()
+        page.get_by_text("no engine is chosen").wait_for()
+        tab(page, "Build")
+        page.get_by_text("Every figure is an estimate").wait_for()
+        page.get_by_label("Sizes").first.click()
+        page.locator("ul.options li, [role=option]").filter(has_text=CUSTOM).first.click()
+        page.get_by_label("Resolutions").fill("60")
+        page.get_by_text("width 60 cannot be built").wait_for()
+        page.get_by_label("Resolutions").fill("64")
+        button(page, "Build").last.click()
+        page.locator(".sd-bar:visible").wait_for()
+        button(page, "Cancel build").click()
+        page.locator(".sd-pill:visible", has_text="cancelled").first.wait_for()
+    finally:
+        page.close()
+        host.close()
+
+
+def button(page: Any, name: str) -> Any:
+    return page.get_by_role("button", name=name, exact=True)
+
+
+def tab(page: Any, name: str) -> None:
+    """Gradio 3 draws tabs as plain buttons, the first of their name."""
+    found = page.get_by_role("tab", name=name, exact=True)
+    (found if found.count() else button(page, name).first).click()
+
+
+def main(version: str) -> None:
+    from playwright.sync_api import sync_playwright
+
+    if gr.__version__ != version:
+        raise SystemExit(f"this is Gradio {gr.__version__}, not {version}")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        services = Services(Store(folder), Host("a host"))
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        try:
+            try_in_a_host(browser, services)
+        finally:
+            browser.close()
+            services.close()
+    print(f"the tab works under Gradio {version}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
