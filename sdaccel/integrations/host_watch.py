@@ -61,7 +61,7 @@ def patched_part(module: nn.Module) -> str | None:
             return f"{name or 'the module'} has become a {kind.__name__} ({kind.__module__})"
         if part is module:
             continue
-        reason = replaced_forward(part, f"{name}.forward")
+        reason = None if _dormant(part) else replaced_forward(part, f"{name}.forward")
         if reason:
             return reason
         if part._forward_hooks or part._forward_pre_hooks:
@@ -77,6 +77,37 @@ def replaced_forward(module: nn.Module, name: str) -> str | None:
     return f"{name} has been replaced by {getattr(found, '__module__', None) or type(found).__module__}"
 
 
+# Where hosts keep their own books about a layer: its LoRA backups and names. What a LoRA does to weights shows in them.
+BOOKS = ("network_bias_backup", "network_current_names", "network_layer_name", "network_weights_backup")
+
+
+class HostWatch(ModuleWatch):
+    """A watch that does not take a host's book-keeping for a change of the module."""
+
+    def _look(self) -> str | None:
+        for part in self._parts:
+            now, then = part.module.__dict__, part._attributes
+            for name in BOOKS:
+                if name in now:
+                    then[name] = now[name]
+                else:
+                    then.pop(name, None)
+            if _dormant(part.module):
+                then["forward"] = now["forward"]
+            elif "forward" in then and HYPERTILE in now:
+                del then["forward"]
+        return super()._look()
+
+
+HYPERTILE = "__webui_hypertile_params"
+
+
+def _dormant(module: nn.Module) -> bool:
+    """Whether the forward on the instance is HyperTile's, which stays when it is switched off and then does nothing."""
+    parameters = module.__dict__.get(HYPERTILE)
+    return parameters is not None and not getattr(parameters, "enabled", True) and "forward" in module.__dict__
+
+
 class Watched:
     """A torch module of the host: compared with its file first, then watched."""
 
@@ -84,7 +115,7 @@ class Watched:
         self.module = module
         self.lock = threading.RLock()
         self._component = component
-        self._watch: ModuleWatch | None = None
+        self._watch: HostWatch | None = None
         self._due = True
 
     def begin(self) -> None:
@@ -100,7 +131,7 @@ class Watched:
                 except ModelError as error:  # the file is gone or another one
                     return str(error)
                 if reason is None:
-                    self._watch = ModuleWatch(self.module)
+                    self._watch = HostWatch(self.module)
                     reason = self._watch.reason(careful=True)
                 return reason
             due, self._due = self._due, False

@@ -287,12 +287,12 @@ _NETWORKS = (("networks", "loaded_networks"), ("lora", "loaded_loras"), ("lycori
 
 def _networks(all_of_them: bool = False) -> list[str]:
     """Names of the LoRA and the like that the host's extensions apply to the UNet (or at all)."""
-    names = []
+    names: dict[str, None] = {}  # some know the same ones under two names
     for module, attribute in _NETWORKS:
         for network in getattr(sys.modules.get(module), attribute, None) or ():
             if all_of_them or getattr(network, "unet_multiplier", 1.0) != 0:
-                names.append(str(getattr(network, "name", network)))
-    return names
+                names[str(getattr(network, "name", network))] = None
+    return list(names)
 
 
 def _patched_cat() -> str | None:

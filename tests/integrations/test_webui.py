@@ -234,6 +234,8 @@ def test_switched_off(make):
 
 def test_lora_is_not_ignored(make, monkeypatch):
     setup = make()
+    for part in setup.unet.modules():
+        part.network_current_names, part.network_weights_backup = (), None
     setup.generate()
     layer = setup.unet.out._modules["2"]
     before = layer.weight.detach().clone()
@@ -243,6 +245,7 @@ def test_lora_is_not_ignored(make, monkeypatch):
             with torch.no_grad():
                 layer.weight.copy_(before + (0.1 if networks.loaded_networks else 0))
             layer.network_current_names = tuple(net.name for net in networks.loaded_networks)
+            layer.network_weights_backup = before
 
     networks = SimpleNamespace(loaded_networks=[SimpleNamespace(name="ink")], network_apply_weights=apply)
     monkeypatch.setitem(sys.modules, "networks", networks)
@@ -312,6 +315,20 @@ def test_parts_patched_before_the_first_image_are_noticed(make):
     setup.unet.add_module("motion_module", torch.nn.Linear(2, 2))
     setup.generate()
     assert "parts that the file has not (motion_module" in setup.reasons()["unet"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hypertile_counts_while_it_is_on(make, first):
+    """It stays on the layers when it is switched off."""
+    setup = make()
+    if not first:
+        setup.generate()
+    block = setup.unet.input_blocks
+    block.forward, block.__dict__["__webui_hypertile_params"] = lambda *args: None, SimpleNamespace(enabled=True)
+    for enabled, calls in ((True, (0, 3)), (False, (3, 0)), (True, (0, 3)), (False, (3, 0))):
+        block.__dict__["__webui_hypertile_params"].enabled = enabled
+        setup.generate()
+        assert setup.calls() == calls
 
 
 def test_unknown_arguments_are_not_ignored(make):
