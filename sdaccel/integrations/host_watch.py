@@ -77,8 +77,16 @@ def replaced_forward(module: nn.Module, name: str) -> str | None:
     return f"{name} has been replaced by {getattr(found, '__module__', None) or type(found).__module__}"
 
 
-# Where hosts keep their own books about a layer: its LoRA backups and names. What a LoRA does to weights shows in them.
-BOOKS = ("network_bias_backup", "network_current_names", "network_layer_name", "network_weights_backup")
+# Where hosts keep their own books about a layer: LoRA backups and names (what a LoRA does shows in the weights), where
+# Lightning last put it, what shape it last saw.
+BOOKS = (
+    "_device",
+    "last_z_shape",
+    "network_bias_backup",
+    "network_current_names",
+    "network_layer_name",
+    "network_weights_backup",
+)
 
 
 class HostWatch(ModuleWatch):

@@ -403,6 +403,13 @@ def test_an_edited_vae_runs_in_torch(make):
     assert not same(result.images, setup.plain())
 
 
+def test_what_torch_notes_about_a_size_is_no_edit(make):
+    setup = make()
+    for size in (64, 128, 160, 64):
+        setup.generate(height=size)
+        assert setup.calls("vae_decoder") == ((1, 0) if size == 64 else (0, 1))
+
+
 def test_another_vae_file_is_not_the_checkpoints(make):
     setup = make()
     setup.host.sd_vae.loaded_vae_file = str(material().files["other"])

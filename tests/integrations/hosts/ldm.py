@@ -140,6 +140,7 @@ class _Part(Layer):
         self.inner = (module,)
 
     def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.last_z_shape = tensor.shape
         return self.inner[0](tensor)
 
 
