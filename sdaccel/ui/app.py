@@ -51,17 +51,21 @@ def known_names(host: str) -> frozenset[str]:
 class Guard:
     """ASGI middleware: refuses what comes from another site's page, and being framed by one."""
 
-    def __init__(self, app: Any, *, names: Collection[str], addresses: bool = False):
+    def __init__(self, app: Any, *, names: Collection[str], addresses: bool = False, uploads: bool = True):
         self.app = app
         self.names = names
         self.addresses = addresses
         """Whether any IP address is a good Host."""
+        self.uploads = uploads
+        """Whether files may be sent: only an import needs them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         reason = self.refusal(_headers(scope))
+        if reason is None and not self.uploads and scope["path"].rstrip("/").endswith("/upload"):
+            reason = "others can reach this page without a password"
         if reason is None:
             await self.app(scope, receive, _unframed(send))
         elif scope["type"] == "websocket":
@@ -194,7 +198,7 @@ def launch(services: Services, host: str, port: int, browser: bool = False) -> S
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     blocks = build_app(services)
     blocks.queue(default_concurrency_limit=None, max_size=256)
-    guard = Middleware(Guard, names=known_names(host), addresses=services.host.remote)
+    guard = Middleware(Guard, names=known_names(host), addresses=services.host.remote, uploads=services.host.allowed)
     blocks.launch(
         server_name=host,
         server_port=port or None,
@@ -223,6 +227,7 @@ def launch(services: Services, host: str, port: int, browser: bool = False) -> S
 
 PAGE_STYLE = """
 .sd-gallery img { object-fit: contain !important; }
+.sd-gallery .grid-wrap { max-height: none !important; min-height: 0 !important; height: auto !important; }
 @media (max-width: 760px) {
   .sd-page { flex-direction: column; } .sd-page > .sd-form { display: contents !important; }
   .sd-page > .sd-result { order: 1; width: 100%; } .sd-settings { order: 2; }

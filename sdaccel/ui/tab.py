@@ -167,8 +167,9 @@ def build_tab(services: Services, host: Host | None = None, first: Sequence[tupl
         pages = []
         with gr.Tabs():
             for title, page in (*first, ("Engines", EnginesPage), ("Build", BuildPage), ("Compare", ComparePage)):
-                with gr.TabItem(title):
+                with gr.TabItem(title) as item:
                     pages.append(page(services, bell))
+                item.select(bell.ring, None, [bell.component], show_progress="hidden")  # others may have changed it
 
         def changes(sent: dict[str, Any]) -> Changes:
             found: Changes = {}

@@ -117,7 +117,7 @@ def test_bad_values_through_the_api_are_messages(served):
 # ---- the guard alone
 
 
-def ask(guard, headers, kind="http"):
+def ask(guard, headers, kind="http", path="/"):
     sent = []
 
     async def run():
@@ -127,7 +127,7 @@ def ask(guard, headers, kind="http"):
         async def receive():
             return {"type": "http.request"}
 
-        scope = {"type": kind, "headers": [(k.encode(), v.encode()) for k, v in headers]}
+        scope = {"type": kind, "path": path, "headers": [(k.encode(), v.encode()) for k, v in headers]}
         await guard(scope, receive, send)
 
     asyncio.run(run())
@@ -147,6 +147,13 @@ def test_a_socket_of_another_site_is_closed():
     assert ask(guard, [host, ("origin", "http://127.0.0.1:7860")], "websocket") == [{"type": "inner"}]
     assert ask(guard, [host, host]) != [{"type": "inner"}]
     assert ask(guard, []) != [{"type": "inner"}]
+
+
+def test_files_can_be_sent_only_where_importing_is_allowed():
+    for uploads in (True, False):
+        guard = Guard(inner, names=known_names("127.0.0.1"), uploads=uploads)
+        for path in ("/gradio_api/upload", "/upload/"):
+            assert (ask(guard, [("host", "localhost")], path=path) == [{"type": "inner"}]) is uploads
 
 
 def test_beyond_this_machine_addresses_and_its_own_name_are_good_hosts():
@@ -197,3 +204,5 @@ def test_the_command_serves_where_it_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.undo()
     assert cli.run(["ui", "--models", str(tmp_path / "none"), "--no-browser"]) == 1
     assert "is no folder" in capsys.readouterr().err
+    assert cli.run(["ui", "--host", "no.such.host.invalid", "--no-browser"]) == 1
+    assert "cannot be listened on" in capsys.readouterr().err
