@@ -12,27 +12,6 @@ from tests.tolerances import ROUNDING_REL
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", elementwise.activate.ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activations(activation: str, dtype: torch.dtype) -> None:
-    def passes(x: torch.Tensor, other: torch.Tensor | None = None, ours: bool = True) -> None:
-        names = check(elementwise.activate, x, other, activation=activation, limit=ROUNDING_REL)
-        assert ("ours" in names) == ours
-
-    flat = torch.randn(3, 77, 771, device="cuda", dtype=dtype)
-    passes(3 * flat)
-    passes(flat, torch.randn_like(flat))
-    x = image(5, 320, 13, 9, dtype)
-    passes(x, torch.randn(5, 320, device="cuda", dtype=dtype))
-    passes(x, torch.randn(5, 320, 1, 1, device="cuda", dtype=dtype))
-    passes(x, torch.randn(1, 640, device="cuda", dtype=dtype)[:, 320:])
-    passes(x, torch.randn(5, 960, device="cuda", dtype=dtype)[:, 320:640])
-    passes(x, torch.randn_like(x))
-    passes(x, torch.randn(5, 320, 13, 9, device="cuda", dtype=dtype), ours=False)
-    passes(image(2, 4, 5, 5, dtype), torch.randn(2, 4, device="cuda", dtype=dtype), ours=False)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("sides", [(26, 18), (25, 17), (13, 9), (40, 31), (1, 1), (6, 5)], ids=str)
 def test_upsample(sides: tuple[int, int]) -> None:
     for dtype in DTYPES:
@@ -46,27 +25,6 @@ def test_upsample_is_torch_s_where_the_size_doubles() -> None:
     x = torch.randn(1, 3, 7, 5)
     expected = torch.nn.functional.interpolate(x, size=(13, 10), mode="nearest")
     assert torch.equal(elementwise.upsample.reference(x, sides=(13, 10)), expected)
-
-
-@pytest.mark.gpu
-def test_concat() -> None:
-    for dtype in DTYPES:
-        a, b = image(3, 640, 13, 9, dtype), image(3, 320, 13, 9, dtype)
-        assert len(check(elementwise.concat, a, b, limit=ROUNDING_REL)) > 1
-        assert len(check(elementwise.concat, a[:, 8:88], b[:, 16:32], limit=ROUNDING_REL)) > 1
-        assert check(elementwise.concat, a[:, :4], b, limit=ROUNDING_REL) == ["torch"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("source", [torch.float32, *DTYPES], ids=str)
-def test_latents_in_and_out(source: torch.dtype) -> None:
-    for channels, height, width in ((4, 64, 64), (9, 13, 9), (3, 1, 1), (16, 125, 125)):
-        plain = torch.randn(3, channels, height, width, device="cuda").to(source)
-        for dtype in DTYPES:
-            for x in (plain, plain.contiguous(memory_format=torch.channels_last), plain.flip(0).transpose(2, 3)):
-                assert len(check(elementwise.pack_image, x, channels=16, dtype=dtype, limit=ROUNDING_REL)) > 1
-            x = image(3, 16, height, width, dtype)
-            assert len(check(elementwise.unpack_image, x, channels=channels, dtype=source, limit=ROUNDING_REL)) > 1
 
 
 @pytest.mark.gpu

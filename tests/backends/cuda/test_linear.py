@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -343,3 +344,14 @@ def test_tiles_fit(shape: tuple[int, int, int], activation: str) -> None:
 def test_one_wave_is_cheaper_than_two() -> None:
     """2048 x 1280 fills an H200 once with 128 x 160 and leaves half of a second wave empty with 128 x 128."""
     assert cost(H200, Tile(128, 160, 6), 16, 8, 20) < cost(H200, Tile(128, 128, 7), 16, 10, 20)
+
+
+@pytest.mark.gpu
+def test_geglu_where_no_product_has_it() -> None:
+    """As on GPUs before Ampere: torch's product, then one kernel."""
+    older = dataclasses.replace(Device.current(), capability=(7, 5))
+    x, (weight, bias) = make(154, 320), layer(2560, 320, torch.float16)
+    tactics = linear.tactics(older, x, weight, bias, activation="geglu")
+    assert tactics[0].name == "torch, geglu"
+    expected = linear.reference(x.double(), weight.double(), bias.double(), activation="geglu")
+    assert_right(tactics[0].run, expected, x.dtype)

@@ -17,11 +17,10 @@ from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.errors import BackendError
 
 FILE, THREADS = "elementwise.cu", 256  # as in the source
-_SOME = {"SDACCEL_T": "half_t", "ACTIVATION": 2, "SOURCE": "float", "TARGET": "bf16_t"}
 VARIANTS = [
-    *((FILE, entry, _SOME, (7, 5)) for entry in ("activate", "upsample", "concat", "pack_image", "unpack_image")),
+    (FILE, "upsample", {"SDACCEL_T": "half_t"}, (7, 5)),
     (FILE, "timestep_embedding", {"SDACCEL_T": "bf16_t", "SOURCE": "int64_t"}, (7, 5)),
-    (FILE, "changed", {"SDACCEL_T": "bf16_t", "SOURCE": "int64_t"}, (7, 5)),
+    (FILE, "changed", {"SDACCEL_T": "half_t"}, (7, 5)),
 ]
 NUMBERS = {**C_TYPE, torch.int64: "int64_t", torch.int32: "int32_t"}
 
@@ -55,62 +54,6 @@ def _channels_last(y: Tensor) -> Tensor:
     return y.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-class activate:
-    """y = act(x + other); activation: none | silu | gelu | quick_gelu; other: None, like x, [B or 1, C] or
-    [B or 1, C, 1, 1]. The result lies as x does."""
-
-    ACTIVATIONS = ("none", "silu", "gelu", "quick_gelu")
-
-    @staticmethod
-    def reference(x: Tensor, other: Tensor | None = None, *, activation: str) -> Tensor:
-        if other is not None and other.dim() == 2:
-            other = other.reshape(*other.shape, *[1] * (x.dim() - 2))
-        v = x if other is None else x + other
-        if activation == "quick_gelu":
-            return v * torch.sigmoid(1.702 * v)
-        return {"none": lambda v: v.clone(), "silu": F.silu, "gelu": F.gelu}[activation](v)
-
-    @staticmethod
-    def tactics(device: Device, x: Tensor, other: Tensor | None = None, *, activation: str) -> list[Tactic]:
-        plain = Tactic("torch", lambda: activate.reference(x, other, activation=activation))
-        last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-        same = other is None or (other.shape == x.shape and other.stride() == x.stride())
-        per_channel = (
-            other is not None
-            and not same
-            and (last or x.dim() == 2)
-            and _even(x)
-            and other.dim() in (2, x.dim())
-            and other.shape[0] in (1, x.shape[0])
-            and other.numel() == other.shape[0] * x.shape[1]
-            and other.stride(1) == 1
-            and (other.shape[0] == 1 or other.stride(0) % 8 == 0)
-        )
-        if (
-            x.dtype not in HALVES
-            or not (last or x.is_contiguous())
-            or not 0 < x.numel() < 2**31 - 2048
-            or not aligned(x, other)
-            or (other is not None and other.dtype != x.dtype)
-            or not (same or per_channel)
-        ):
-            return [plain]
-        images = 1 if same else x.shape[0]
-        channels, step = 0, 0
-        if other is not None and not same:
-            channels, step = x.shape[1], other.stride(0) if other.shape[0] > 1 else 0
-
-        def run() -> Tensor:
-            y = torch.empty_like(x)
-            n = x.numel() // images
-            number = activate.ACTIVATIONS.index(activation)
-            act = _kernel("activate", x.dtype, ACTIVATION=number)
-            act((_blocks(-(-n // 8)), images), THREADS, [x, other, y, n, channels, step], pdl=_pdl(device))
-            return y
-
-        return [Tactic("ours", run), plain]
-
-
 class upsample:
     """The nearest pixel, to ``sides`` (height, width): source row = floor(row * rows in / rows out)."""
 
@@ -142,95 +85,8 @@ class upsample:
             )
             return y
 
-        ours = [Tactic("ours", run)] if _even(x) and max(*sides, *x.shape[2:]) <= 32768 else []
-        return [*ours, Tactic("torch", plain)]
-
-
-class concat:
-    """Channels of x, then of x2."""
-
-    @staticmethod
-    def reference(x: Tensor, x2: Tensor) -> Tensor:
-        return torch.cat((x, x2), 1)
-
-    @staticmethod
-    def tactics(device: Device, x: Tensor, x2: Tensor) -> list[Tactic]:
-        def run() -> Tensor:
-            y = empty_image(x, x.shape[1] + x2.shape[1])
-            n = y.numel() // y.shape[0] // 8
-            pieces = [value for t in (x, x2) for value in (t, *_strides(t), t.shape[1] // 8)]
-            _kernel("concat", x.dtype)((_blocks(n), y.shape[0]), THREADS, [*pieces, y, n], pdl=_pdl(device))
-            return y
-
-        ours = [Tactic("ours", run)] if x.dtype == x2.dtype and _even(x) and _even(x2) else []
-        return [*ours, Tactic("torch", lambda: _channels_last(concat.reference(x, x2)))]
-
-
-def _strides(x: Tensor) -> tuple[Long, int]:
-    image, pixel = pixels(x) or (0, 0)
-    return Long(image), pixel
-
-
-class pack_image:
-    """An image of few channels in any layout → ``channels`` of ``dtype``, innermost, zeros after the image's own."""
-
-    @staticmethod
-    def reference(x: Tensor, *, channels: int, dtype: torch.dtype) -> Tensor:
-        return F.pad(x, (0, 0, 0, 0, 0, channels - x.shape[1])).to(dtype)
-
-    @staticmethod
-    def tactics(device: Device, x: Tensor, *, channels: int, dtype: torch.dtype) -> list[Tactic]:
-        batch, _, height, width = x.shape
-
-        def run() -> Tensor:
-            y = torch.empty((batch, height, width, channels), dtype=dtype, device=x.device).movedim(-1, 1)
-            strides = [Long(n) for n in x.stride()]
-            chunks = channels // 8
-            _kernel("pack_image", dtype, SOURCE=NUMBERS[x.dtype])(
-                (_blocks(height * width * chunks), batch),
-                THREADS,
-                [x, *strides, y, x.shape[1], height, width, chunks],
-                pdl=_pdl(device),
-            )
-            return y
-
-        suits = (
-            dtype in HALVES
-            and x.dtype in C_TYPE
-            and channels % 8 == 0
-            and 0 < batch * height * width * channels < 2**31
-        )
-        plain = Tactic("torch", lambda: _channels_last(pack_image.reference(x, channels=channels, dtype=dtype)))
-        return [*([Tactic("ours", run)] if suits else []), plain]
-
-
-class unpack_image:
-    """The first ``channels`` of an image → [B, channels, H, W] of ``dtype`` with the columns innermost."""
-
-    @staticmethod
-    def reference(x: Tensor, *, channels: int, dtype: torch.dtype) -> Tensor:
-        return x[:, :channels].to(dtype).contiguous()
-
-    @staticmethod
-    def tactics(device: Device, x: Tensor, *, channels: int, dtype: torch.dtype) -> list[Tactic]:
-        batch, _, height, width = x.shape
-
-        def run() -> Tensor:
-            y = torch.empty((batch, channels, height, width), dtype=dtype, device=x.device)
-            n = channels * height * width
-            _kernel("unpack_image", x.dtype, TARGET=C_TYPE[dtype])(
-                (_blocks(n), batch), THREADS, [x, *_strides(x), y, channels, height * width], pdl=_pdl(device)
-            )
-            return y
-
-        suits = (
-            x.dtype in HALVES
-            and dtype in C_TYPE
-            and pixels(x) is not None
-            and 0 < channels * height * width * batch < 2**31
-        )
-        plain = Tactic("torch", lambda: unpack_image.reference(x, channels=channels, dtype=dtype))
-        return [*([Tactic("ours", run)] if suits else []), plain]
+        suits = device.capability >= (7, 5) and _even(x) and max(*sides, *x.shape[2:]) <= 32768
+        return [*([Tactic("ours", run)] if suits else []), Tactic("torch", plain)]
 
 
 class timestep_embedding:

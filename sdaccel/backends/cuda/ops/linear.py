@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sdaccel.backends.cuda.gemm import ACTIVATIONS, ELEMENTS, HEIGHTS, THREADS, Tile, aligned, best_tiles, can_run
 from sdaccel.backends.cuda.launch import Device, Kernel, Long, TensorMap, kernel
+from sdaccel.backends.cuda.ops import geglu
 from sdaccel.backends.cuda.ops.layout import rows
 from sdaccel.backends.cuda.tactic import Tactic
 
@@ -86,7 +87,8 @@ def tactics(
 ) -> list[Tactic]:
     call = Call(x, weight, bias, residual, x2, flag, activation, group)
     few = list(_few_rows(device, call))
-    return [*few, *ours(device, call)[: 2 if few else None], *_torch(call)]
+    products = ours(device, call)[: 2 if few else None]
+    return [*few, *products, *([] if products else _torch_and_geglu(device, call)), *_torch(call)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +154,12 @@ def _torch_addmm(call: Call) -> Tensor:
     y = torch.addmm(residual, x, call.weight.T)  # type: ignore[arg-type]
     y = y if call.bias is None else y.add_(call.bias)
     return activate_in_place(y.view(*call.x.shape[:-1], -1), call.activation)
+
+
+def _torch_and_geglu(device: Device, call: Call) -> Iterator[Tactic]:
+    """Where no product of ours has it in its epilogue."""
+    if call.activation == "geglu" and device.capability >= (7, 5) and call.x.dtype in ELEMENTS and call.x2 is None:
+        yield Tactic("torch, geglu", lambda: geglu.tactics(device, F.linear(call.x, call.weight, call.bias))[0].run())
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
