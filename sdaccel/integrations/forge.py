@@ -28,6 +28,7 @@ MODULES = ("shared", "devices", "sd_models")
 _HARMLESS = frozenset(
     {
         "block",
+        "block_index",
         "cond_indices",
         "cond_mark",
         "cond_or_uncond",
@@ -128,13 +129,21 @@ class Forge(WebHost):
     def before_sampling(self, p: Any) -> None:
         """Script.process_before_every_sampling: each pass of hires fix has patchers of its own."""
         self._wrap_vae(p.sd_model)
-        objects = getattr(p.sd_model, "forge_objects", None)
-        if objects is None or self.loaded() is None:
+        objects, loaded = getattr(p.sd_model, "forge_objects", None), self.loaded()
+        if objects is None or loaded is None:
             return
         unet = objects.unet.clone()
         outer = _foreign(unet.model_options.get("model_function_wrapper"))
         unet.set_model_unet_function_wrapper(_Wrapper(self.wrapper, outer))
+        if loaded.device != "cpu":  # the host fills the GPU's memory up to what it is asked to leave
+            unet.add_extra_preserved_memory_during_sampling(self._needed(loaded))
         objects.unet = unet
+
+    def _needed(self, loaded: Loaded) -> int:
+        try:
+            return self.engines(loaded).nbytes("unet")
+        except SdaccelError:
+            return 0
 
     def describe(self, p: Any) -> None:
         """Script.postprocess_batch: images are decoded, their infotext is not written yet."""

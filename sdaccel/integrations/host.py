@@ -174,7 +174,7 @@ class WebHost:
     def _watch(self, part: str, module: nn.Module, engines: ModelEngines) -> Watched:
         with self._lock:
             found = self._watched.get(part)
-            if found is None or found.module is not module or found._component is not engines.component(part):
+            if found is None or found.module is not module or found.component is not engines.component(part):
                 found = self._watched[part] = Watched(engines.component(part), module)
             return found
 

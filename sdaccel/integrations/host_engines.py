@@ -148,6 +148,13 @@ class ModelEngines:
                 raise UnsupportedCall(self._absent[component])
             return self._contexts[component]
 
+    def nbytes(self, component: str) -> int:
+        """Bytes of the weights that an engine of ``component`` holds; 0 without one."""
+        if not self.has(component):
+            return 0
+        keys = self.context(component).engines[0].engine.weights_entries
+        return sum(entry.nbytes for entry in (self.store.get("weights", key) for key in keys) if entry is not None)
+
     def has(self, component: str) -> bool:
         try:
             return bool(self.context(component).engines)

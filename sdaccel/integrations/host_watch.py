@@ -122,7 +122,7 @@ class Watched:
     def __init__(self, component: Component, module: nn.Module):
         self.module = module
         self.lock = threading.RLock()
-        self._component = component
+        self.component = component
         self._watch: HostWatch | None = None
         self._due = True
 
@@ -135,7 +135,7 @@ class Watched:
         with self.lock:
             if self._watch is None:
                 try:
-                    reason = patched_part(self.module) or differs_from_file(self._component, self.module)
+                    reason = patched_part(self.module) or differs_from_file(self.component, self.module)
                 except ModelError as error:  # the file is gone or another one
                     return str(error)
                 if reason is None:

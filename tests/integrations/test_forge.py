@@ -247,6 +247,14 @@ def test_an_additional_vae_is_not_the_checkpoints(make):
     assert setup.calls() == (3, 0) and "no engine of vae_decoder" in setup.reasons()["vae_decoder"]
 
 
+def test_the_host_leaves_room_for_an_engine_on_the_gpu(make):
+    setup = make()
+    setup.host.devices.device = torch.device("meta")
+    setup.forge.before_sampling(SimpleNamespace(sd_model=setup.host.model))
+    weights = sum(parameter.numel() * 4 for parameter in setup.unet.parameters())
+    assert weights < setup.host.model.forge_objects.unet.preserved < 3 * weights
+
+
 def test_nothing_stays_in_the_host(make):
     setup = make()
     setup.generate()

@@ -67,6 +67,7 @@ class Patcher:
         self.object_patches: dict[str, Any] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.control: Any = None
+        self.preserved = 0
 
     def clone(self) -> Any:
         new = type(self)(self.model)
@@ -74,6 +75,9 @@ class Patcher:
         new.model_options = copy.deepcopy(self.model_options)
         new.control = self.control
         return new
+
+    def add_extra_preserved_memory_during_sampling(self, nbytes: int) -> None:
+        self.preserved = nbytes
 
     def set_model_unet_function_wrapper(self, wrapper: Any) -> None:
         self.model_options["model_function_wrapper"] = wrapper
