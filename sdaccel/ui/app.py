@@ -247,7 +247,9 @@ def serve(host: str = "127.0.0.1", port: int = 7860, **options: Any) -> None:
         may = "may" if server.services.host.allowed else "may not"
         print(f"Others can reach it without a password. They {may} build, delete and import.", flush=True)
     try:
-        threading.Event().wait()
+        ended = threading.Event()
+        while not ended.wait(1.0):  # on Windows an endless wait would not hear Ctrl-C
+            pass
     finally:
         server.close()
 
