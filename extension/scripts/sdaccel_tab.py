@@ -3,6 +3,7 @@
 Whatever is missing, the host starts, and the tab says what to do.
 """
 
+import functools
 import html
 import importlib.util
 import sys
@@ -42,9 +43,11 @@ def services():
     """What stands behind the tab and the routes: one for the process, through every reload of the page."""
     from sdaccel.integrations.host import kept
     from sdaccel.integrations.routes import open_to_others
+    from sdaccel.ui.process import COMMAND
     from sdaccel.ui.services import Host, Services
 
     found = kept("services", str(web.store.root), lambda: Services(web.store))
+    found.queue.command = [web.option("sdaccel_python", "") or COMMAND[0], *COMMAND[1:]]
     found.host = Host(web.name, web.models, open_to_others(shared.cmd_opts) is not None)
     return found
 
@@ -53,10 +56,12 @@ def on_ui_tabs():
     try:
         if web is None:
             raise problem
+        from sdaccel.ui.host_page import HostPage
         from sdaccel.ui.tab import build_tab
 
         found = services()
-        blocks = build_tab(found, found.host)
+        page = functools.partial(HostPage, web)
+        blocks = build_tab(found, found.host, [("Now", page)])
     except Exception as error:  # noqa: BLE001 - the page says what it is
         blocks = how_to_fix(error)
     return [(blocks, "sdaccel", "sdaccel")]

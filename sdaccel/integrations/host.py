@@ -107,8 +107,12 @@ class WebHost:
         add, info = self.host.shared.opts.add_option, self.host.shared.OptionInfo
         section = ("sdaccel", "sdaccel")
         store = info("", "Engine store (a folder; empty: SDACCEL_STORE or the user's data folder)", section=section)
-        store.restrict_api = True  # what a page may not choose for its server
-        add("sdaccel_store", store)
+        python = info(
+            "", "Python that builds engines (empty: the one of this web UI); counts after Reload UI", section=section
+        )
+        for name, text in (("sdaccel_store", store), ("sdaccel_python", python)):
+            text.restrict_api = True  # what a page may not choose for its server
+            add(name, text)
         for name, label in (
             ("sdaccel_enabled", "Run engines"),
             ("sdaccel_fallback", "Run in torch what no engine can take (off: an error instead)"),

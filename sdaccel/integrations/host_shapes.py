@@ -26,8 +26,12 @@ class Offer:
     tokens: int
     times: int
 
+    @property
+    def path(self) -> Path:
+        return Path(self.model)
+
     def __str__(self) -> str:
-        name = Path(self.model).stem
+        name = self.path.stem
         return f"You made {self.width}×{self.height} with {name} {self.times} times in torch: build an engine for it?"
 
     def request(self) -> dict[str, Any]:

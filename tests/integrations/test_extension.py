@@ -168,7 +168,49 @@ def test_the_tab_opens(shim):
     pytest.importorskip("gradio")
     module, _ = shim()
     ((blocks, title, name),) = module.on_ui_tabs()
-    assert (title, name) == ("sdaccel", "sdaccel") and len(blocks.blocks) > 10
+    assert (title, name) == ("sdaccel", "sdaccel")
+    pages = [block.label for block in blocks.blocks.values() if type(block).__name__ in ("Tab", "TabItem")]
+    assert pages == ["Now", "Engines", "Build", "Compare"]
+
+
+def test_the_page_tells_what_ran_and_builds_what_is_made_often(shim, tmp_path, monkeypatch):
+    pytest.importorskip("gradio")
+    from sdaccel.integrations.host_shapes import OFTEN, WantedShapes
+
+    module, host = shim()
+    host.shared.opts.sdaccel_python = "/own/bin/python"
+    services = module.services()
+    assert services.queue.command[0] == "/own/bin/python"
+    built: list[Any] = []
+    monkeypatch.setattr(services.queue, "submit", built.append)
+    for _ in range(OFTEN):
+        WantedShapes(module.web.store).add(tmp_path / "a.safetensors", 832, 1216, 2, 154)
+    module.web.report.ran_engine("unet", "ab" * 32, "onnxruntime", "batch=1", 12.5)
+    module.web.report.fell_back("vae_decoder", "a <reason>")
+    pages = []
+    import sdaccel.ui.host_page as host_page
+
+    class Page(host_page.HostPage):
+        def __init__(self, *given: Any):
+            super().__init__(*given)
+            pages.append(self)
+
+    monkeypatch.setattr(host_page, "HostPage", Page)
+    ((blocks, _, _),) = module.on_ui_tabs()
+    (page,) = pages
+    changes = page.changes({})
+    assert "abababababab" in changes[page.report] and "a &lt;reason&gt;" in changes[page.report]
+    (text,) = [str(offer) for offer in module.web.offers()]
+    assert "You made 832×1216 with a 5 times" in text
+
+    def click(label: str) -> Any:
+        button = next(b for b in blocks.blocks.values() if getattr(b, "value", None) == label)
+        return next(f.fn for f in blocks.fns.values() if (button._id, "click") in f.targets)(text)
+
+    click("Build it")
+    assert (built[0].resolutions, built[0].batches, built[0].tokens) == (("832x1216",), ("1-2",), ("77-154",))
+    click("Not wanted")
+    assert not module.web.offers() and "no size is chosen" in str(click("Build it"))
 
 
 def test_the_tab_says_what_is_missing(shim, monkeypatch):

@@ -477,8 +477,9 @@ def test_settings_page(make):
     setup = make()
     setup.web.settings()
     infos = setup.host.shared.opts.infos
-    assert set(infos) == {"sdaccel_store", "sdaccel_enabled", "sdaccel_fallback", "sdaccel_offers"}
-    assert infos["sdaccel_store"].restrict_api
+    names = {"store", "python", "enabled", "fallback", "offers"}
+    assert set(infos) == {f"sdaccel_{name}" for name in names}
+    assert infos["sdaccel_store"].restrict_api and infos["sdaccel_python"].restrict_api
 
 
 def test_a_model_that_is_none_of_ours_is_left_alone(make):
