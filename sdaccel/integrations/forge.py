@@ -148,7 +148,7 @@ class Forge(WebHost):
     def describe(self, p: Any) -> None:
         """Script.postprocess_batch: images are decoded, their infotext is not written yet."""
         if "unet" not in self.report.components:
-            self.report.fell_back("unet", self._why_none())
+            self.never_asked(self._why_none())
         super().describe(p)
 
     def _why_none(self) -> str:

@@ -61,6 +61,8 @@ class _Run:
     report: RunReport
     checks: LateChecks
     batch: int = 1
+    steps: int = 0
+    """Of the UNet, where the host tells them: so many calls it made at least."""
     missing: set[tuple[int, int, int]] = field(default_factory=set)
     """(width, height, tokens) that no engine had."""
     made: set[tuple[int, int]] = field(default_factory=set)
@@ -192,6 +194,12 @@ class WebHost:
                 engines.refresh()
             for watched in self._watched.values():
                 watched.begin()
+
+    def never_asked(self, reason: str) -> None:
+        """The host's UNet ran without a call of ours."""
+        for _ in range(max(1, self.run.steps)):
+            self.report.fell_back("unet", reason)
+        self.run.steps = 0
 
     def describe(self, p: Any) -> None:
         """Writes into the infotext what ran; called when a batch of images has been decoded."""

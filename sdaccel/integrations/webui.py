@@ -139,6 +139,7 @@ class WebUI(WebHost):
     def before_step(self, params: Any = None) -> None:
         """on_cfg_denoiser: a refiner or hires checkpoint that came in during the generation gets its engines too."""
         unet = self.host.sd_unet
+        self.run.steps += 1
         self._take_vae()
         self._offer_option()
         unet.apply_unet()
@@ -169,9 +170,9 @@ class WebUI(WebHost):
         if "unet" not in self.report.components and current is not None and self._is_ours(current):
             loaded = self.loaded()
             reason = replaced_forward(loaded.unet, "forward of the UNet") if loaded else None
-            self.report.fell_back("unet", reason or "other code ran the UNet and never asked for an engine")
+            self.never_asked(reason or "other code ran the UNet and never asked for an engine")
         elif current is None and "unet" not in self.report.components:
-            self.report.fell_back("unet", self._why_none())
+            self.never_asked(self._why_none())
         super().describe(p)
 
     def _why_none(self) -> str:

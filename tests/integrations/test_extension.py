@@ -150,6 +150,19 @@ def test_the_shim_registers_everything(shim):
     script.postprocess(p, None)
 
 
+def test_a_host_needs_no_library_of_the_exporter():
+    """A1111 has an older transformers and no diffusers."""
+    code = """
+import sys
+for name in ("diffusers", "transformers", "onnxscript", "peft"):
+    sys.modules[name] = None
+import sdaccel.integrations.webui, sdaccel.integrations.forge, sdaccel.integrations.routes
+import sdaccel.ui.services, sdaccel.ui.queue, sdaccel.ui.rows
+assert not {"gradio", "torch.onnx", "sdaccel.export.to_onnx"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_its_routes_answer(shim):
     starlette = pytest.importorskip("starlette.applications")
     pytest.importorskip("httpx")
