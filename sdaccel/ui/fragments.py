@@ -53,6 +53,7 @@ STYLE = """<style>
 .sd tr { border: 0 !important; border-bottom: 1px solid var(--line) !important; background: none !important; }
 .sd thead th { color: var(--soft); font-weight: 500; font-size: 12px; white-space: nowrap; }
 .sd tr.group td { font-weight: 600; padding-top: 1rem !important; }
+.sd tr.told { border-bottom: 0 !important; } .sd tr.why td { padding-top: 0 !important; }
 .sd td .soft { font-size: 12px; } .sd .num { white-space: nowrap; font-variant-numeric: tabular-nums; }
 .sd code { font: 12px ui-monospace, monospace; background: none; border: 0; padding: 0; color: var(--soft); }
 .sd pre { font: 12px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow: auto; max-height: 20rem; margin: 0;
@@ -145,6 +146,10 @@ def request_text(request: BuildRequest) -> str:
     return " · ".join(parts)
 
 
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 # ---- small things
 
 
@@ -153,11 +158,11 @@ def notice(text: str, kind: str = "") -> str:
     if not text:
         return ""
     role = "alert" if kind == "bad" else "status"
-    return box(f'<div class="sd-notice {kind}" role="{role}">{escape(text)}</div>')
+    return box(f'<div class="sd-notice {kind}" role="{role}">{escape(sentence(text))}</div>')
 
 
 def problem(text: str) -> str:
-    return box(f'<p class="sd-problem" role="alert">{escape(text)}</p>') if text else ""
+    return box(f'<p class="sd-problem" role="alert">{escape(sentence(text))}</p>') if text else ""
 
 
 def bar(fraction: float, label: str) -> str:
@@ -186,7 +191,7 @@ def task(running: Task) -> str:
         )
     if running.state == FAILED:
         return notice(running.message, "bad")
-    return notice(f"{running.title[:1].upper()}{running.title[1:]} was stopped.", "warn")
+    return notice(f"{running.title} was stopped.", "warn")
 
 
 # ---- engines
@@ -231,23 +236,34 @@ def shapes(row: EngineRow) -> str:
 
 def _engine(row: EngineRow, heads: Sequence[str]) -> str:
     kind = {"ready": "ok", "stale": "warn"}.get(row.state, "bad")
-    reason = f'<br><span class="soft">{escape(row.reason)}</span>' if row.reason else ""
+    if row.component:
+        speed = (
+            f'<span class="num">{row.speed:.2f}×</span> torch'
+            if row.speed
+            else '<span class="soft">not measured</span>'
+        )
+        used = escape(ago(row.last_used))
+    else:
+        speed = used = ""
     cells = (
         f"{escape(name(row.component) or 'unreadable')}<br><code>{escape(row.key[:12])}</code>",
         escape(shapes(row)),
         f'{escape(row.precision)}<br><span class="soft">{escape(row.backend)}</span>',
         f'<span class="num">{size_text(row.size)}</span><br>'
         f'<span class="soft num">+ {size_text(row.shared)} shared</span>',
-        escape(ago(row.last_used)),
-        f'<span class="num">{row.speed:.2f}×</span> torch' if row.speed else '<span class="soft">not measured</span>',
-        f'<span class="sd-pill {kind}">{escape(row.state)}</span>{reason}',
+        used,
+        speed,
+        f'<span class="sd-pill {kind}">{escape(row.state)}</span>',
     )
-    kinds = {"images": "wide", "state": "wide" if row.reason else "top"}
+    kinds = {"images": "wide", "state": "top"}
     joined = "".join(
         f'<td data-name="{head}" class="{kinds.get(head, "")}">{cell}</td>'
         for head, cell in zip(heads, cells, strict=True)
     )
-    return f"<tr>{joined}</tr>"
+    if not row.reason:
+        return f"<tr>{joined}</tr>"
+    why = f'<td class="wide" colspan="{len(heads)}"><span class="soft">{escape(sentence(row.reason))}</span></td>'
+    return f'<tr class="told">{joined}</tr><tr class="why">{why}</tr>'
 
 
 def frame(page: str, title: str) -> str:
@@ -324,8 +340,8 @@ def needs(label: str, found: Preflight) -> str:
     }
     rows = "".join(f"<dt>{term}</dt><dd>{escape(text)}</dd>" for term, text in figures.items() if text)
     said = [f'<p class="ok">{held}</p>'] if found.covered else []
-    said += [f'<p class="warn">{escape(text[:1].upper() + text[1:])}</p>' for text in found.warnings]
-    said += [f'<p class="soft">{escape(text[:1].upper() + text[1:])}</p>' for text in found.notes]
+    said += [f'<p class="warn">{escape(sentence(text))}</p>' for text in found.warnings]
+    said += [f'<p class="soft">{escape(sentence(text))}</p>' for text in found.notes]
     return box(
         f'<div class="sd-card"><h3>{escape(label)}</h3><dl>{rows}</dl>{"".join(said)}'
         '<p class="soft">Every figure is an estimate.</p></div>'

@@ -144,7 +144,8 @@ def _told(result: Any) -> str:
     else:
         who = "drawn by engines alone"
     kind = "ok" if engines and not result.fallbacks else "warn"
-    return f'<p><b class="{kind}">{many} in {result.seconds:.2f} s</b>, {who}.</p>{html.report(result)}'
+    hint = '<p class="soft">Engines for what is missing can be built on the Build page.</p>' if result.fallbacks else ""
+    return f'<p><b class="{kind}">{many} in {result.seconds:.2f} s</b>, {who}.</p>{html.report(result)}{hint}'
 
 
 def usual(model: str) -> tuple[int, float]:

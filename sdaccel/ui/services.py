@@ -255,7 +255,8 @@ class Services:
         for row in rows:
             entry = self.store.get("engines", row.key) if row.state != "broken" else None
             if entry is None or row.state != "ready":
-                raise SettingError(f"{row.component} {row.key[:12]} is {row.state}: {row.reason}.", hint="Rebuild it.")
+                what = f"the engine {row.key[:12]}" + (f" of {row.component}" if row.component else "")
+                raise SettingError(f"{what} is {row.state}: {row.reason.rstrip('.')}.", hint="Rebuild or delete it.")
             origin = entry.engine.origin
             if not Path(origin).exists():
                 raise SettingError(f"{origin}, of which {row.component} was built, is not there.")

@@ -194,8 +194,7 @@ def _refusal(services: Services) -> str:
     try:
         services.host.permit("building, deleting and importing")
     except SettingError as error:
-        text = str(error).replace(" is refused", " are refused", 1)
-        return text[:1].upper() + text[1:]
+        return str(error).replace(" is refused", " are refused", 1)
     return ""
 
 

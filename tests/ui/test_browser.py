@@ -86,7 +86,7 @@ def fill_build(page):
 def test_build_reload_cancel_and_build_again(page, served):
     fill_build(page)
     page.get_by_label("Resolutions").fill("60")
-    page.get_by_text("width 60 cannot be built").wait_for()
+    page.get_by_text("Width 60 cannot be built").wait_for()
     page.get_by_label("Resolutions").fill("64")
     page.get_by_text("Every figure is an estimate").wait_for()
     button(page, "Build").click()
@@ -132,7 +132,7 @@ def test_compare_inspect_and_delete(page, served):
     page.locator(".sd-pictures img").nth(2).wait_for(timeout=60_000)
     tab(page, "Engines")
     button(page, "Delete").click()
-    page.get_by_text("no engine is chosen").wait_for()
+    page.get_by_text("No engine is chosen").wait_for()
     choose(page, "Engines to work on", "VAE encoder")
     button(page, "Inspect").click()
     page.frame_locator("iframe.sd-frame").get_by_text("Profiles: width").first.wait_for()
@@ -161,7 +161,7 @@ def test_it_can_be_used_with_the_keyboard_alone(page, served):
     page.keyboard.press("Enter")
     reach("Verify")
     page.keyboard.press("Enter")
-    page.get_by_text("no engine is chosen").wait_for()
+    page.get_by_text("No engine is chosen").wait_for()
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])

@@ -63,9 +63,9 @@ def test_it_builds_with_a_button_for_each_thing(services):
 
 def test_nothing_chosen_and_what_is_gone_are_said(services):
     page = Page(services)
-    assert "no engine is chosen" in page.said("inspect_", [])
+    assert "No engine is chosen" in page.said("inspect_", [])
     assert "any more" in page.said("verify", ["UNet · gone"])
-    assert "no checkpoint is chosen" in page.said("build", [], "", None, "", "", "", [], None, False)
+    assert "No checkpoint is chosen" in page.said("build", [], "", None, "", "", "", [], None, False)
 
 
 def test_deleting_asks_first_and_says_what_was_freed(services):
@@ -101,8 +101,8 @@ def test_problems_of_all_fields_are_said_at_once(services, tiny_store):
     found = page.call("check", ["tiny"], "", module.CUSTOM, "60", "none", "x", ["unet"], "fp31", False)
     said = " ".join(filter(None, map(str, found.values())))
     for text in (
-        "width 60 cannot be built",
-        "batch &#x27;none&#x27; cannot be read",
+        "Width 60 cannot be built",
+        "Batch &#x27;none&#x27; cannot be read",
         "&#x27;x&#x27; cannot be read",
         "fp31",
     ):
@@ -160,7 +160,7 @@ def test_a_fault_is_a_message_and_not_a_traceback():
     def event(kind):
         raise kind("what <b>went</b> wrong")
 
-    assert "what &lt;b&gt;went" in event(StoreError)["here"]
+    assert "What &lt;b&gt;went" in event(StoreError)["here"]
     said = event(ZeroDivisionError)["here"]
     assert "ZeroDivisionError: what &lt;b&gt;" in said and "fault of sdaccel" in said and "Traceback" not in said
 
