@@ -47,7 +47,12 @@ def changes(planned, installed):
 
 
 def installed():
-    return {item.metadata["Name"]: item.version for item in metadata.distributions() if item.metadata["Name"]}
+    """Name -> version; of a package that is there twice, the one that Python imports."""
+    found = {}
+    for item in metadata.distributions():
+        if item.metadata["Name"]:
+            found.setdefault(item.metadata["Name"], item.version)
+    return found
 
 
 def _plain(name):

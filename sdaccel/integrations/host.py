@@ -218,11 +218,18 @@ class WebHost:
             else:
                 parameters.pop(key, None)
         comment = getattr(p, "comment", None)
-        if callable(comment):
+        if callable(comment) and loaded is not None and self._has_engines(loaded):
             for fallback in run.report.fallbacks:
                 comment(f"sdaccel: {fallback.component} ran in torch: {fallback.reason}")
             for text in run.report.failed:
                 comment(f"sdaccel: {text}")
+
+    def _has_engines(self, loaded: Loaded) -> bool:
+        """Whether somebody has built any for this model: else torch is what they expect."""
+        try:
+            return self.engines(loaded).has("unet")
+        except SdaccelError:
+            return False
 
     def finish(self, processed: Any = None) -> None:
         """The generation is done: counts the sizes that no engine had, and offers to build what is made often.

@@ -170,6 +170,7 @@ def test_another_checkpoint_of_the_same_name_is_not_run_by_old_engines(make, tmp
     assert same(result.images, setup.plain(model="other"))
     assert setup.unet.calls == 3 and "no engine of unet for sd1" in setup.reasons()["unet"]
     assert "unet 3 calls: the store has no engine" in result.info
+    assert not result.comments  # nobody has built one
 
 
 def test_an_engine_built_meanwhile_is_used(make, tmp_path):
