@@ -105,15 +105,21 @@ class WebHost:
         return getattr(self.host.shared.opts, name, default)
 
     def settings(self) -> None:
-        """on_ui_settings: the extension's section of the settings page."""
+        """on_ui_settings: the extension's section of the settings page.
+
+        Where others reach it without a password, it offers no paths of the server: what is saved stays in force.
+        """
+        from sdaccel.integrations.routes import refusal
+
         add, info = self.host.shared.opts.add_option, self.host.shared.OptionInfo
         section = ("sdaccel", "sdaccel")
         store = info("", "Engine store (a folder; empty: SDACCEL_STORE or the user's data folder)", section=section)
         python = info(
             "", "Python that builds engines (empty: the one of this web UI); counts after Reload UI", section=section
         )
-        for name, text in (("sdaccel_store", store), ("sdaccel_python", python)):
-            text.restrict_api = True  # what a page may not choose for its server
+        paths = {} if refusal(self.host.shared.cmd_opts) else {"sdaccel_store": store, "sdaccel_python": python}
+        for name, text in paths.items():
+            text.restrict_api = True
             add(name, text)
         for name, label in (
             ("sdaccel_enabled", "Run engines"),

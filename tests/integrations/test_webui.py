@@ -484,6 +484,17 @@ def test_settings_page(make):
     assert infos["sdaccel_store"].restrict_api and infos["sdaccel_python"].restrict_api
 
 
+def test_a_page_that_anyone_reaches_sets_no_paths(make, monkeypatch):
+    setup = make()
+    setup.host.shared.cmd_opts.listen = True
+    setup.web.settings()
+    assert not {"sdaccel_store", "sdaccel_python"} & set(setup.host.shared.opts.infos)
+    assert setup.web.store.root == material().store  # as saved
+    monkeypatch.setenv("SDACCEL_ALLOW_REMOTE", "1")
+    setup.web.settings()
+    assert "sdaccel_store" in setup.host.shared.opts.infos
+
+
 def test_a_model_that_is_none_of_ours_is_left_alone(make):
     setup = make()
     setup.host.sd_models.model_data.sd_model = SimpleNamespace(sd_checkpoint_info=None)
