@@ -63,10 +63,10 @@ class _Run:
     batch: int = 1
     steps: int = 0
     """Of the UNet, where the host tells them: so many calls it made at least."""
-    missing: set[tuple[int, int, int]] = field(default_factory=set)
-    """(width, height, tokens) that no engine had."""
-    made: set[tuple[int, int]] = field(default_factory=set)
-    """(width, height) that engines ran."""
+    missing: set[tuple[Path, int, int, int]] = field(default_factory=set)
+    """(checkpoint, width, height, tokens) that no engine had."""
+    made: set[tuple[Path, int, int]] = field(default_factory=set)
+    """(checkpoint, width, height) that engines ran."""
 
 
 class WebHost:
@@ -242,18 +242,15 @@ class WebHost:
 
         processed: the host's result, whose comments are shown beside the images.
         """
-        run, loaded = self.run, self.loaded()
-        if loaded is None:
-            return
-        shapes = WantedShapes(self.store)
-        for width, height in run.made:
-            shapes.drop(loaded.path, width, height)
-        for width, height, tokens in sorted(run.missing):
-            if (width, height) in run.made:
+        run, shapes = self.run, WantedShapes(self.store)
+        for path, width, height in run.made:
+            shapes.drop(path, width, height)
+        for path, width, height, tokens in sorted(run.missing):
+            if (path, width, height) in run.made:
                 continue
-            times = shapes.add(loaded.path, width, height, run.batch, tokens)
+            times = shapes.add(path, width, height, run.batch, tokens)
             if times >= OFTEN and self.option("sdaccel_offers", True) and hasattr(processed, "comments"):
-                offer = Offer(str(loaded.path), width, height, run.batch, tokens, times)
+                offer = Offer(str(path), width, height, run.batch, tokens, times)
                 processed.comments = f"{processed.comments or ''}sdaccel: {offer} See the sdaccel tab.\n"
         run.missing, run.made = set(), set()
 
@@ -271,7 +268,7 @@ class WebHost:
             fault = self._fault(component, tensor(result))
             if fault is None:
                 return result
-            raise UnsupportedCall(f"the output of the engine was {fault}: computed again by torch.")
+            raise UnsupportedCall(f"the output of the engine was {fault}.")
         except FALLBACK_ERRORS as error:
             if not self.fallback:
                 raise
@@ -353,9 +350,9 @@ class WebHost:
             try:
                 out = run_in_parts(engines.context("unet"), tensors, self.run.report)["sample_out"]
             except ProfileError:
-                self.run.missing.add((*size, context.shape[1]))
+                self.run.missing.add((engines.path, *size, context.shape[1]))
                 raise
-            self.run.made.add(size)
+            self.run.made.add((engines.path, *size))
             return out.to(x.device, x.dtype)
 
         return self._dispatch("unet", engine, plain, lambda result: result)

@@ -12,6 +12,7 @@ import torch
 
 from sdaccel.engine.store import Store
 from sdaccel.errors import UnsupportedCall
+from sdaccel.integrations import host
 from sdaccel.integrations.host_shapes import WantedShapes
 from sdaccel.integrations.webui import WebUI
 from tests.integrations.hosts.a1111 import A1111
@@ -431,6 +432,18 @@ def test_a_broken_engine_leaves_the_host_alive(make, tmp_path):
     result = setup.generate()
     assert same(result.images, setup.plain())
     assert setup.calls() == (0, 3) and setup.reasons()["unet"]
+
+
+def test_an_output_that_cannot_be_is_computed_again(make, monkeypatch):
+    setup = make()
+
+    def broken(context, inputs, report):
+        return {spec.name: torch.full((2,), torch.nan) for spec in context.engines[0].engine.outputs}
+
+    monkeypatch.setattr(host, "run_in_parts", broken)
+    result = setup.generate()
+    assert same(result.images, setup.plain())
+    assert setup.reasons()["unet"] == "the output of the engine was NaN."
 
 
 def test_folders_stay_out_of_the_infotext(make, tmp_path):
