@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 
 from sdaccel.backends.base import Backend, BuildJob, LoadedEngine, pick_backend
@@ -125,6 +124,8 @@ def _identity(checkpoint: Checkpoint, component: str, backend: Backend) -> dict[
 def _build_component(
     checkpoint: Checkpoint, component: str, config: BuilderConfig, backend: Backend, store: Store, progress: Progress
 ) -> Entry:
+    import onnx
+
     from sdaccel.export.components import source_of
     from sdaccel.export.to_onnx import GRAPH_FILE, bind_weights, publish_graph
 

@@ -102,6 +102,26 @@ def test_a_list_with_engines_needs_no_host_library(tiny_store):
     assert not loaded_by(code) & {"diffusers", "transformers", "onnxscript"}
 
 
+def test_engines_run_without_what_builds_them(tiny_store):
+    """As in a host program, whose environment has its own versions of these or none."""
+    code = f"""
+from pathlib import Path
+from sdaccel.backends.base import pick_backend
+from sdaccel.backends.cuda import backend, executor, load_weights
+from sdaccel.builder import engines_here
+from sdaccel.engine.store import Store
+from sdaccel.runtime import ExecutionContext, RunReport
+import torch
+store = Store(Path({str(tiny_store.store)!r}))
+engines = store.find_engines(component="text_encoder")
+report = RunReport()
+context = ExecutionContext("text_encoder", store, pick_backend("onnxruntime"), engines)
+context.run({{"input_ids": torch.zeros(1, 77, dtype=torch.int64)}}, report)
+assert report.components["text_encoder"].calls == 1
+"""
+    assert not loaded_by(code) & {"diffusers", "transformers", "onnx", "onnx_ir", "onnxscript", "peft", "gradio"}
+
+
 def test_help_answers_within_a_second():
     def seconds() -> float:
         start = time.perf_counter()

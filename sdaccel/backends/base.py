@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
 import torch
 
 from sdaccel.engine.manifest import TensorSpec
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, SettingError
 from sdaccel.profile import OptimizationProfile
+
+if TYPE_CHECKING:
+    import onnx
 
 Progress = Callable[[str, float], None]
 

@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import torch
 
@@ -28,12 +27,16 @@ from sdaccel.engine.manifest import TensorSpec, canonical_json
 from sdaccel.engine.store import Entry
 from sdaccel.errors import BackendError
 
+if TYPE_CHECKING:
+    import onnx
+
 PLAN = "model.onnx"
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _NUMPY = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
-_SAFETENSORS = {onnx.TensorProto.FLOAT: "F32", onnx.TensorProto.FLOAT16: "F16", onnx.TensorProto.INT64: "I64"}
+_SAFETENSORS = {1: "F32", 10: "F16", 7: "I64"}
+"""by onnx.TensorProto.DataType"""
 _ERRORS = (
     ort.capi.onnxruntime_pybind11_state.Fail,
     ort.capi.onnxruntime_pybind11_state.InvalidArgument,
@@ -67,13 +70,14 @@ class OnnxRuntime(Backend):
         return {"kind": "cpu", **machine}
 
     def versions(self) -> dict[str, str]:
-        from sdaccel.graph.optimize import VERSION
+        from sdaccel.graph import VERSION
 
         return {"onnxruntime": ort.__version__, "fusions": VERSION}
 
     # building
 
     def build(self, job: BuildJob, folder: Path) -> Built:
+        import onnx
         import onnx_ir as ir
 
         from sdaccel.graph.optimize import optimize
@@ -214,7 +218,7 @@ def _array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    return [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    return [t for t in model.graph.initializer if t.data_location == t.EXTERNAL]
 
 
 def _extent(tensor: onnx.TensorProto) -> tuple[int, int]:

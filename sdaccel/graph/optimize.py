@@ -51,9 +51,6 @@ _TARGETS: dict[str, tuple[tuple[str, Fusion], ...]] = {
     "onnxruntime, images": (*_ONNXRUNTIME, ("group-norm", for_onnxruntime.group_norm_of_images)),
     "cuda": _CUDA,
 }
-VERSION = "2"
-"""Part of every engine's key: raise it when a fusion changes what it writes."""
-
 _log = logging.getLogger("sdaccel.graph")
 
 

@@ -87,7 +87,7 @@ class Cuda(Backend):
         return Tuner(Device.current(), cache)
 
     def versions(self) -> dict[str, str]:
-        from sdaccel.graph.optimize import VERSION
+        from sdaccel.graph import VERSION
 
         return {
             "torch": torch.__version__.split("+")[0],
