@@ -290,6 +290,13 @@ def generate(
             if isinstance(error, SettingError):
                 raise
             raise SettingError(f"diffusers refused this: {error}") from error
+        except IndexError as error:  # some schedulers count their timesteps from one, and so one too many
+            kind, known = type(pipe.scheduler).__name__, pipe.scheduler.config.num_train_timesteps
+            if request.steps < known:
+                raise
+            raise SettingError(
+                f"{kind} cannot draw in {request.steps} steps.", hint=f"Below {known} it can."
+            ) from error
         report = pipe.sdaccel.last_report if hasattr(pipe, "sdaccel") else RunReport()
         result.reports.append(report)
         for offset, (image, seed) in enumerate(zip(images, seeds, strict=True)):

@@ -12,6 +12,7 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from sdaccel import console
 from sdaccel.cli import run
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError
+from sdaccel.generate import Request, generate
 from sdaccel.quickstart import quickstart
 from tests.conftest import Built
 
@@ -667,3 +669,14 @@ def test_codes_are_the_documented_ones():
         0, 1, 2, 3, 70, 130,
     )  # fmt: skip
     assert issubclass(SettingError, ValueError)
+
+
+def test_steps_that_a_scheduler_cannot_take_are_refused():
+    def pipe(**arguments):
+        raise IndexError("index 1000 is out of bounds")
+
+    pipe.scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
+    with pytest.raises(SettingError, match=r"SimpleNamespace cannot draw in 1000 steps.*Below 1000 it can"):
+        generate(pipe, Request("x", steps=1000))
+    with pytest.raises(IndexError):
+        generate(pipe, Request("x", steps=20))

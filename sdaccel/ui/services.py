@@ -22,7 +22,7 @@ from sdaccel import settings
 from sdaccel.engine.store import Store
 from sdaccel.errors import EngineBroken, SdaccelError, SettingError, StoreError
 from sdaccel.ui.preflight import Preflight, preflight
-from sdaccel.ui.queue import BuildQueue, Job
+from sdaccel.ui.queue import BuildQueue, Job, open_queue
 from sdaccel.ui.requests import DEMO, BuildRequest, problems
 from sdaccel.ui.rows import (
     EngineRow,
@@ -78,7 +78,7 @@ class Services:
     """Where images are saved; None: the user's data folder."""
 
     def __post_init__(self) -> None:
-        self.queue = BuildQueue(self.store)
+        self.queue: BuildQueue = open_queue(self.store)
         self.tasks: dict[str, Task] = {}
         self._studio: Studio | None = None
         self._lock = threading.Lock()

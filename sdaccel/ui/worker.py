@@ -83,6 +83,15 @@ def main() -> NoReturn:
         _log.debug("", exc_info=True)
         with suppress(KeyboardInterrupt):
             events.say("failed", message=" ".join(str(error).split()))
+    except ImportError as error:
+        _log.error("%s", error, exc_info=True)
+        message = (
+            f"the Python that builds ({sys.executable}) lacks what sdaccel needs, or has it too old: {error}. "
+            "Run there: python -m sdaccel doctor"
+        )
+        with suppress(KeyboardInterrupt):
+            events.say("failed", message=message)
+        code = FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: the page must hear of it
         traceback.print_exc()
         text = " ".join(str(error).split())[:500]

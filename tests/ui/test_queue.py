@@ -456,3 +456,18 @@ def test_the_history_stays_small(tmp_path):
     again = History(tmp_path / "history.json")
     assert len(again.curves) == 64 and "0" not in again.curves and "69" in again.curves
     assert all(len(points) <= 258 and points[-1] == (1.0, 2000.0) for points in again.curves.values())
+
+
+def test_a_python_without_what_building_needs_is_named(tmp_path):
+    """A web UI's own may be too old; another can be set."""
+    blocked = "import sys; sys.modules['onnxscript'] = sys.modules['diffusers'] = None"
+    code = f"{blocked}; from sdaccel.ui import worker; worker.main()"
+    line = json.dumps({"store": str(tmp_path), "request": BuildRequest().to_json()})
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        worker.stdin.write(line + "\n")
+        worker.stdin.flush()
+        *_, said = map(json.loads, worker.stdout)
+    assert said["event"] == "failed"
+    assert sys.executable in said["message"] and "python -m sdaccel doctor" in said["message"]
