@@ -9,59 +9,31 @@ import pytest
 import torch
 
 from sdaccel.integrations.forge import Forge
+from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
 from tests.integrations.hosts.forge import ForgeHost
-from tests.integrations.hosts.ldm import material, tiny_architectures
+from tests.integrations.hosts.ldm import material
 from tests.tolerances import PIPELINE_MAX_ABS
 
 
-class Script:
-    def __init__(self, forge: Forge):
-        self.forge = forge
-
-    def process(self, p: Any) -> None:
-        self.forge.begin(p)
-
+class Script(Hooks):
     def process_before_every_sampling(self, p: Any) -> None:
-        self.forge.before_sampling(p)
-
-    def postprocess_batch(self, p: Any) -> None:
-        self.forge.describe(p)
-
-    def postprocess(self, p: Any, processed: Any) -> None:
-        self.forge.finish(processed)
+        self.web.before_sampling(p)
 
 
-class Setup:
-    def __init__(self, host: ForgeHost, forge: Forge):
-        self.host, self.forge = host, forge
+class Setup(Installed):
+    @property
+    def forge(self) -> Forge:
+        return self.web
 
     @property
     def unet(self) -> Any:
         return self.host.model.forge_objects.unet.model.diffusion_model
-
-    def generate(self, **options: Any) -> Any:
-        self.unet.tally[0] = 0
-        return self.host.generate(**options)
 
     def plain(self, model: str = "sd1", others: Any = (), **options: Any) -> torch.Tensor:
         host = ForgeHost(list(material().files.values()))
         host.load(material().files[model])
         host.other_scripts += others
         return host.generate(**options).images
-
-    def reasons(self) -> dict[str, str]:
-        return {fallback.component: fallback.reason for fallback in self.forge.report.fallbacks}
-
-    def calls(self, component: str = "unet") -> tuple[int, int]:
-        run = self.forge.report.components.get(component)
-        return (run.calls, run.torch_calls) if run else (0, 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def architectures():
-    torch.set_num_threads(1)
-    with tiny_architectures():
-        yield
 
 
 @pytest.fixture

@@ -16,58 +16,21 @@ from sdaccel.integrations import host
 from sdaccel.integrations.host_shapes import WantedShapes
 from sdaccel.integrations.webui import WebUI
 from tests.integrations.hosts.a1111 import A1111
-from tests.integrations.hosts.ldm import material, tiny_architectures
+from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
+from tests.integrations.hosts.ldm import material
 from tests.tolerances import PIPELINE_MAX_ABS
 
 
-class Script:
-    """What the shim registers as a script, without the host's base class."""
-
-    def __init__(self, web: WebUI):
-        self.web = web
-
-    def process(self, p: Any) -> None:
-        self.web.begin(p)
-
-    def postprocess_batch(self, p: Any) -> None:
-        self.web.describe(p)
-
-    def postprocess(self, p: Any, processed: Any) -> None:
-        self.web.finish(processed)
-
-
-class Setup:
-    def __init__(self, host: A1111, web: WebUI):
-        self.host, self.web = host, web
-
+class Setup(Installed):
     @property
     def unet(self) -> Any:
         return self.host.model.model.diffusion_model
-
-    def generate(self, **options: Any) -> Any:
-        self.unet.tally[0] = 0
-        return self.host.generate(**options)
 
     def plain(self, **options: Any) -> torch.Tensor:
         """The image without the extension."""
         host = A1111(list(material().files.values()))
         host.load(material().files[options.pop("model", "sd1")])
         return host.generate(**options).images
-
-    def reasons(self) -> dict[str, str]:
-        return {fallback.component: fallback.reason for fallback in self.web.report.fallbacks}
-
-    def calls(self, component: str = "unet") -> tuple[int, int]:
-        """(through engines, through torch)"""
-        run = self.web.report.components.get(component)
-        return (run.calls, run.torch_calls) if run else (0, 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def architectures():
-    torch.set_num_threads(1)
-    with tiny_architectures():
-        yield
 
 
 @pytest.fixture
@@ -79,7 +42,7 @@ def make(tmp_path, monkeypatch):
         host.shared.opts.sdaccel_store = str(store or material().store)
         vars(host.shared.opts).update(options)
         web = WebUI(host)
-        host.script = Script(web)
+        host.script = Hooks(web)
         host.script_callbacks.on_list_unets(web.list_unets)
         host.script_callbacks.on_model_loaded(web.loaded_callback)
         host.script_callbacks.on_cfg_denoiser(web.before_step)
