@@ -46,12 +46,13 @@ PACKAGES = (
     Package("onnxscript", "onnxscript", "0.7", "0.7.2"),
     Package("onnxruntime", "onnxruntime", "1.22", "1.32.0"),
     Package("numpy", "numpy", "1.26", "2.4.6"),
-    Package("pillow", "PIL", "10.4", "13.0.0"),
+    Package("pillow", "PIL", "10.4", "12.2.0"),
     Package("filelock", "filelock", "3.16", "4.3.1"),
     Package("platformdirs", "platformdirs", "4.2", "4.14.9"),
     Package("psutil", "psutil", "5.9", "7.2.2"),
     Package("rich", "rich", "13.7", "15.0.0"),
     Package("typer", "typer", "0.15", "0.29.2"),
+    Package("gradio", "gradio", "6", "6.31.0", required=False),
     Package("peft", "peft", "0.17", "0.21.2", required=False),
 )
 

@@ -100,7 +100,7 @@ def test_an_empty_store_has_no_rows_and_stays_empty(store):
 
 
 def test_a_load_is_noted_and_nothing_else_changes(tiny_store, tmp_path):
-    shutil.copytree(tiny_store.store, tmp_path / "copy")
+    shutil.copytree(tiny_store.store, tmp_path / "copy", ignore=shutil.ignore_patterns("used"))
     store = Store(tmp_path / "copy")
     entry = next(entry for entry in store.list() if entry.engine.component == "text_encoder")
     runs = ExecutionContext("text_encoder", store, OnnxRuntime(), [entry])
