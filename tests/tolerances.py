@@ -37,3 +37,7 @@ FP16_IMAGE_PSNR = 35.0
 
 # The same in bfloat16, with three bits less: 18 dB.
 BF16_IMAGE_PSNR = 17.0
+
+# Seconds of a thread for reading a damaged file: work as large as a number in it says would take minutes; it takes
+# milliseconds, or a second where Python collects the garbage of all tests before.
+ENDLESS = 10.0
