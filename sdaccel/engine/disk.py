@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,15 +45,34 @@ def fsync_folder(path: Path) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """A virus scanner may hold a file that was just written: on Windows it is tried again for two seconds."""
+    _patiently(lambda: old.rename(new))
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Writes a small file, new or in the place of an older one, so that readers see one of the two, whole.
+
+    On Windows, where a reader may hold the older one, it is tried again for two seconds. Raises OSError.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        part.write_bytes(data)
+        _patiently(lambda: part.replace(path))
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _patiently(move: Callable[[], object]) -> None:
     for pause in (0.1, 0.2, 0.4, 0.6, 0.8):
         try:
-            old.rename(new)
+            move()
             return
         except PermissionError:
             if os.name != "nt":
                 raise
         time.sleep(pause)
-    old.rename(new)
+    move()
 
 
 def delete(path: Path) -> bool:

@@ -158,11 +158,7 @@ class Forge(WebHost):
         loaded = self.loaded()
         if loaded is None:
             return "the model that is loaded is no Stable Diffusion UNet"
-        try:
-            self.engines(loaded).context("unet")
-        except SdaccelError as error:
-            return str(error)
-        return "another extension took over the call of the model"
+        return self.lacking(loaded) or "another extension took over the call of the model"
 
     def unload(self) -> None:
         """on_script_unloaded: the patchers that carry our wrappers are the last generation's; the next has new ones."""

@@ -230,6 +230,14 @@ class WebHost:
             for text in run.report.failed:
                 comment(f"sdaccel: {text}")
 
+    def lacking(self, loaded: Loaded) -> str | None:
+        """Why there is no engine for the UNet of this model; None if there is one."""
+        try:
+            self.engines(loaded).context("unet")
+        except SdaccelError as error:
+            return str(error)
+        return None
+
     def _has_engines(self, loaded: Loaded) -> bool:
         """Whether somebody has built any for this model: else torch is what they expect."""
         try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from sdaccel import settings
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.builder import slower_than_torch
+from sdaccel.engine import disk
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import ModelError, ProfileError, UnsupportedCall
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
@@ -45,15 +44,11 @@ class Notes:
         return found if isinstance(found, dict) else {}
 
     def write(self, table: Mapping[str, Any]) -> None:
-        draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(table, indent=1), encoding="utf-8")
-            draft.replace(self.path)
+            disk.overwrite(self.path, json.dumps(table, indent=1).encode())
         except OSError as error:
             _log.info("%s could not be written: %s", self.path, error)
-            with suppress(OSError):
-                draft.unlink()
 
 
 class ContentHashes:

@@ -451,6 +451,7 @@ class _Weight:
         self._parameters = parameters
         self._key = key
         self._shared: int | None = None
+        self._seen: tuple[Any, ...] | None = None
         self._reading: tuple[int, bytes] | None = None
         """Sum and samples of the present values, where they have been read already."""
         self._forms: frozenset[bytes] | None = None
@@ -467,7 +468,7 @@ class _Weight:
         total, self._now = self._read(parameter)
         self._values = self._now
         self._bits = self._sum = (parameter.dtype, total)
-        self._seen: tuple[Any, ...] | None = self._state(parameter)
+        self._seen = self._state(parameter)
         self.accept()
 
     def now(self) -> torch.Tensor | None:
@@ -486,13 +487,17 @@ class _Weight:
     def suspect(self) -> bool:
         """Whether it may have been edited since it was last compared, or was edited then."""
         now = self._parameters.get(self._key)
-        return now is None or self._state(now) != self._seen or self._finding == EDITED
+        return now is None or self.unread(now) or self._finding == EDITED
+
+    def unread(self, now: torch.Tensor) -> bool:
+        """Whether these values may be others than those read last."""
+        return self._state(now) != self._seen
 
     def compare(self) -> str:
         now = self.now()
         if now is None or tuple(now.shape) != self.shape or now.is_meta:
             return EDITED
-        if self._state(now) == self._seen:
+        if not self.unread(now):
             return self._finding
         self._seen = self._state(now)
         self._finding = self._compare(now)
@@ -548,7 +553,7 @@ def read_at_once(weights: Sequence[_Weight]) -> None:
     by_device: dict[torch.device, list[tuple[_Weight, torch.Tensor]]] = {}
     for weight in weights:
         now = weight.now()
-        if now is not None and tuple(now.shape) == weight.shape and readable(now):
+        if now is not None and weight.unread(now) and tuple(now.shape) == weight.shape and readable(now):
             by_device.setdefault(now.device, []).append((weight, now))
     for group in by_device.values():
         try:

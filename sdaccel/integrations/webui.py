@@ -185,11 +185,7 @@ class WebUI(WebHost):
         loaded = self.loaded()
         if loaded is None:
             return "no Stable Diffusion model is loaded"
-        try:
-            self.engines(loaded).context("unet")
-        except SdaccelError as error:
-            return str(error)
-        return "the host chose its own UNet"
+        return self.lacking(loaded) or "the host chose its own UNet"
 
     def _offer_option(self) -> None:
         """Lets "Automatic" find the engines of the loaded checkpoint, also those built since the host started."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from sdaccel.engine import disk
 
 _log = logging.getLogger("sdaccel")
 
@@ -61,9 +62,7 @@ class History:
         self.curves[kind] = thinned if thinned[-1] == curve[-1] else [*thinned, curve[-1]]
         for oldest in list(self.curves)[:-MOST_KINDS]:
             del self.curves[oldest]
-        part = self.path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({"format": FORMAT, "curves": self.curves}), encoding="utf-8")
-        part.replace(self.path)
+        disk.overwrite(self.path, json.dumps({"format": FORMAT, "curves": self.curves}).encode())
 
     def seconds_left(self, kind: str, fraction: float, seconds: float) -> float | None:
         """What the latest build of this kind still took from here; else at the pace so far; None if that is too early.

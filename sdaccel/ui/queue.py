@@ -451,17 +451,7 @@ class BuildQueue:
             return job
 
     def _save(self, job: Job) -> None:
-        path = self._file(job.id)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"format": FORMAT, **job.to_json()}, indent=1), encoding="utf-8")
-        for pause in (0.05, 0.1, 0.2, None):
-            try:
-                part.replace(path)
-                return
-            except PermissionError:  # Windows, while another process reads it
-                if os.name != "nt" or pause is None:
-                    raise
-                time.sleep(pause)
+        disk.overwrite(self._file(job.id), json.dumps({"format": FORMAT, **job.to_json()}, indent=1).encode())
 
     def _read(self, *, set_aside: bool) -> dict[str, Job]:
         """The builds on disk, the oldest first."""

@@ -220,3 +220,7 @@ def test_weights_read_at_once_are_read_as_one_by_one(monkeypatch):
     assert together.look_closer() is None
     unet.to(torch.float32).conv_in.weight.data.mul_(2)
     assert "conv_in.weight first" in together.look_closer()
+    monkeypatch.setattr(
+        watch, "fingerprints", lambda tensors: pytest.fail("read again, though nothing has changed since")
+    )
+    assert "conv_in.weight first" in together.reason(careful=True)

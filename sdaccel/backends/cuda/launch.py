@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sdaccel.backends.cuda import nvrtc
+from sdaccel.engine import disk
 from sdaccel.errors import BackendError
 
 
@@ -135,9 +136,7 @@ class KernelCache:
         path = self.folder / f"{key}.cubin"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-            part.write_bytes(cubin + _sha256(cubin))
-            part.replace(path)
+            disk.overwrite(path, cubin + _sha256(cubin))
         except OSError:  # a cache: without it the next process compiles again
             return
 

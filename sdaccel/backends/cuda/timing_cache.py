@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from sdaccel.engine import disk
 from sdaccel.errors import SettingError, StoreError
 
 FORMAT = 1
@@ -131,9 +131,7 @@ class TimingCache(TacticTable):
 
     def export(self, path: Path) -> None:
         document = {"format": FORMAT, "device": self.device, "measured": self.to_json()}
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        part.replace(path)
+        disk.overwrite(path, json.dumps(document, indent=1).encode())
 
     def take(self, path: Path) -> int:
         """Adds what another machine of the same kind has exported. Returns how much. Raises SettingError."""

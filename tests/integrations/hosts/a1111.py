@@ -98,7 +98,35 @@ class Processed:
     comments: str = ""
 
 
-class A1111:
+class Scripted:
+    """What both hosts do around their own sampling."""
+
+    script: Any = None
+
+    def _script(self, method: str, p: Processing, *args: Any) -> None:
+        if self.script is not None:
+            getattr(self.script, method)(p, *args)
+
+    def _passes(self, p: Processing, latents: torch.Tensor | None) -> torch.Tensor:
+        latents = self._sample(p, p.width, p.height, latents)
+        if p.hr_scale:
+            width, height = int(p.width * p.hr_scale), int(p.height * p.hr_scale)
+            size = (height // FACTOR, width // FACTOR)
+            latents = self._sample(p, width, height, nn.functional.interpolate(latents, size=size))
+        return latents
+
+    def _end(self, p: Processing, images: torch.Tensor) -> Processed:
+        self._script("postprocess_batch", p)
+        info = ", ".join(f"{key}: {value}" for key, value in p.extra_generation_params.items())
+        processed = Processed(images, info, "".join(f"{text}\n" for text in p.comments))
+        self._script("postprocess", p, processed)
+        return processed
+
+    def _sample(self, p: Processing, width: int, height: int, latents: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class A1111(Scripted):
     """The host: `shared`, `devices`, `sd_unet`, `sd_models`, `sd_vae` and `script_callbacks` as its modules are."""
 
     def __init__(self, files: list[Path]):
@@ -129,7 +157,6 @@ class A1111:
         self.script_callbacks = SimpleNamespace(
             **{f"on_{name}": self.callbacks.setdefault(name, []).append for name in names}
         )
-        self.script: Any = None
         self.moves: list[str] = []
 
     @property
@@ -206,22 +233,10 @@ class A1111:
         latents = None if p.init_image is None else self._encode(p.init_image)
         self.apply_unet()
         with torch.no_grad():
-            latents = self._sample(p, p.width, p.height, latents)
-            if p.hr_scale:
-                width, height = int(p.width * p.hr_scale), int(p.height * p.hr_scale)
-                size = (height // FACTOR, width // FACTOR)
-                latents = self._sample(p, width, height, nn.functional.interpolate(latents, size=size))
+            latents = self._passes(p, latents)
             decode = self.model.first_stage_model.decode
             images = torch.cat([decode(z[None] / self.model.scale_factor) for z in latents])
-        self._script("postprocess_batch", p)
-        info = ", ".join(f"{key}: {value}" for key, value in p.extra_generation_params.items())
-        processed = Processed(images, info, "".join(f"{text}\n" for text in p.comments))
-        self._script("postprocess", p, processed)
-        return processed
-
-    def _script(self, method: str, p: Processing, *args: Any) -> None:
-        if self.script is not None:
-            getattr(self.script, method)(p, *args)
+        return self._end(p, images)
 
     def _encode(self, image: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

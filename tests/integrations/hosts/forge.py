@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.integrations.hosts.a1111 import Checkpoint, OptionInfo, Options, Processed, Processing
+from tests.integrations.hosts.a1111 import Checkpoint, OptionInfo, Options, Processed, Processing, Scripted
 from tests.integrations.hosts.ldm import FACTOR, FirstStage, UNetModel
 
 
@@ -117,7 +117,7 @@ class VaePatcher:
         return self.encode_inner(pixels) if wrapper is None else wrapper(self.encode_inner, pixels)
 
 
-class ForgeHost:
+class ForgeHost(Scripted):
     """The host: `shared`, `devices` and `sd_models` as its modules are."""
 
     def __init__(self, files: list[Path]):
@@ -127,7 +127,6 @@ class ForgeHost:
             checkpoints_list={path.name: Checkpoint(str(path)) for path in files},
             model_data=SimpleNamespace(sd_model=None, forge_loading_parameters={}),
         )
-        self.script: Any = None
         self.other_scripts: list[Any] = []
         """Called with p before every sampling, before ours."""
         self.loaded_callbacks: list[Any] = []
@@ -155,21 +154,9 @@ class ForgeHost:
         if p.init_image is not None:
             latents = self.model.forge_objects.vae.encode(p.init_image.movedim(1, -1))
         with torch.no_grad():
-            latents = self._sample(p, p.width, p.height, latents)
-            if p.hr_scale:
-                width, height = int(p.width * p.hr_scale), int(p.height * p.hr_scale)
-                size = (height // FACTOR, width // FACTOR)
-                latents = self._sample(p, width, height, nn.functional.interpolate(latents, size=size))
+            latents = self._passes(p, latents)
             images = self.model.forge_objects.vae.decode(latents / 4)
-        self._script("postprocess_batch", p)
-        info = ", ".join(f"{key}: {value}" for key, value in p.extra_generation_params.items())
-        processed = Processed(images, info, "".join(f"{text}\n" for text in p.comments))
-        self._script("postprocess", p, processed)
-        return processed
-
-    def _script(self, method: str, p: Processing, *args: Any) -> None:
-        if self.script is not None:
-            getattr(self.script, method)(p, *args)
+        return self._end(p, images)
 
     def _sample(self, p: Processing, width: int, height: int, latents: torch.Tensor | None) -> torch.Tensor:
         self.model.forge_objects = copy.copy(self.model.forge_objects_original)
