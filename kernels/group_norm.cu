@@ -220,6 +220,8 @@ group_norm_fused(const T* x, int64_t x_batch, int x_row, int x_channels, const T
     if (blocks > 1) {
         cluster_arrive();
         cluster_wait();
+    } else {
+        __syncwarp();
     }
     for (int group = warp; group < groups; group += warps) {
         float4 totals = block[group];

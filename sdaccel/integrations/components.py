@@ -11,7 +11,7 @@ from torch import nn
 
 from sdaccel.errors import UnsupportedCall
 from sdaccel.export.components import residual_layout
-from sdaccel.integrations.swap import HALF, Swap, Target
+from sdaccel.integrations.swap import HALF, Swap, Target, in_dtype
 from sdaccel.integrations.watch import ModuleWatch
 
 
@@ -179,7 +179,7 @@ class _VaeSwap(Swap):
             raise UnsupportedCall("VAE tiling is on, which engines do not do (pipe.vae.disable_tiling()).")
         pieces = tensor.split(1) if vae.use_slicing else (tensor,)
         results = [target.run({self.input: piece})[output] for piece in pieces]
-        if target.context.precision == "fp32" and next(vae.parameters()).dtype in HALF:
+        if target.context.precision == "fp32" and tensor.dtype in HALF:
             target.report.note(f"{self.component} ran in float32, where half precision can overflow.")
         return torch.cat(results).to(tensor.device, tensor.dtype) if len(results) > 1 else results[0].to(tensor)
 
@@ -189,12 +189,18 @@ class DecoderSwap(_VaeSwap):
     input = "latents"
 
     def run(self, target: Target, /, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
-        image = self._through_engine(target, z, "image")
+        image = self._through_engine(target, z.float() if target.upcast else z, "image")
         if not return_dict:
             return (image,)
         from diffusers.models.autoencoders.vae import DecoderOutput
 
         return DecoderOutput(sample=image)
+
+    def _run_torch(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not target.upcast:
+            return super()._run_torch(target, args, kwargs)
+        with self._float32():
+            return super()._run_torch(target, in_dtype(args, torch.float32), in_dtype(kwargs, torch.float32))
 
 
 class EncoderSwap(_VaeSwap):

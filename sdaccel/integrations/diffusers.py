@@ -190,6 +190,7 @@ class Accelerated:
         self.left_out = dict(left_out or {})
         self.checks = LateChecks()
         self.exact: frozenset[str] = frozenset()
+        self.upcast = False
         self.swaps: dict[str, Swap] = {}
         self.contexts: dict[str, ExecutionContext] = {}
         self._lock = threading.RLock()
@@ -251,6 +252,7 @@ class Accelerated:
             running.pipelines.append(self)
             self.careful, before = careful, self.careful
             self.checks, checks = LateChecks(), self.checks
+            self.upcast, upcast = False, self.upcast
             try:
                 for note in self.notes:
                     report.note(note)
@@ -272,7 +274,7 @@ class Accelerated:
                 return result
             finally:
                 running.pipelines.pop()
-                self.careful, self.checks = before, checks
+                self.careful, self.checks, self.upcast = before, checks, upcast
                 self._reports.running = outer
                 if outer is not None:
                     self._reports.last = outer
@@ -302,6 +304,16 @@ class Accelerated:
             report.fail(f"{component} gives {fault}, when the call is repeated too.")
         return result
 
+    def decodes_in_half(self) -> bool:
+        """Whether the VAE, wanted in float32 for torch, can stay as it is since an engine decodes: a trip to float32
+        and back would touch all its weights. Where torch decodes after all, it does so in float32."""
+        swap, context = self.swaps.get("vae_decoder"), self.contexts.get("vae_decoder")
+        if swap is None or context is None or self not in running.pipelines:
+            return False
+        decodes = bool(context.engines) and swap.in_place() and self.pipe.vae is swap.module
+        self.upcast = decodes and swap.component not in self.exact
+        return self.upcast
+
     def _check_in_place(self, report: RunReport) -> None:
         """Reports swaps that other code took out, so that their engines were never asked."""
         for component, swap in self.swaps.items():
@@ -326,11 +338,18 @@ def _accelerated_class(cls: type) -> type:
         again = functools.partial(cls.__call__, self, *args, **kwargs)  # type: ignore[operator]
         return self.sdaccel.generate(again, careful, (args, kwargs))
 
+    def upcast_vae(self: Any) -> None:
+        if not self.sdaccel.decodes_in_half():
+            cls.upcast_vae(self)  # type: ignore[attr-defined]
+
     def reduce(self: Any, protocol: Any) -> Any:
         return _blank, (cls,), {key: value for key, value in self.__dict__.items() if key != "sdaccel"}
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {"__call__": call, "__reduce_ex__": reduce, **names})
+    methods = {"__call__": call, "__reduce_ex__": reduce}
+    if hasattr(cls, "upcast_vae"):
+        methods["upcast_vae"] = functools.wraps(cls.upcast_vae)(upcast_vae)
+    return type(cls.__name__, (cls,), {**methods, **names})
 
 
 _scheduler_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()  # type: ignore[valid-type]

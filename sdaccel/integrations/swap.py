@@ -48,6 +48,8 @@ class Target(NamedTuple):
     """Where outputs on a GPU are looked at later; None: at once."""
     exact: frozenset[str]
     """Components whose engines gave something unusable in this call: torch in float32 runs them."""
+    upcast: bool
+    """The pipeline wants its VAE in float32 for torch; it was left in half precision, since an engine decodes."""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None
@@ -167,7 +169,8 @@ class Swap:
         running_now = found is not None
         checks = owner.checks if running_now and context.device == "cuda" else None
         exact = owner.exact if running_now else frozenset()
-        return Target(context, owner.last_report, owner.fallback, owner.careful, running_now, checks, exact)
+        upcast = running_now and owner.upcast
+        return Target(context, owner.last_report, owner.fallback, owner.careful, running_now, checks, exact, upcast)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = self._target()
@@ -212,8 +215,8 @@ class Swap:
     def cast(self, result: Any, dtype: torch.dtype) -> Any:
         """A result of torch in another dtype."""
         for key, value in result.items() if isinstance(result, dict) else ():
-            result[key] = _cast(value, dtype)
-        return result if isinstance(result, dict) else _cast(result, dtype)
+            result[key] = in_dtype(value, dtype)
+        return result if isinstance(result, dict) else in_dtype(result, dtype)
 
     def _check(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watch, wanted = self.watch, target.context.device
@@ -267,7 +270,7 @@ class Swap:
         half = next((tensor.dtype for tensor in _tensors((args, kwargs)) if tensor.dtype in HALF), None)
         wanted = half or next((p.dtype for p in self.module.parameters() if p.dtype in HALF), None)
         with self._float32():
-            result = self._run_torch(target, _cast(args, torch.float32), _cast(kwargs, torch.float32))
+            result = self._run_torch(target, in_dtype(args, torch.float32), in_dtype(kwargs, torch.float32))
         fault = unusable(self.tensor(result))
         if fault:
             target.report.fail(f"{self.component} gives {fault}, in torch and float32 too.")
@@ -309,12 +312,12 @@ def _has_half(value: Any) -> bool:
     return any(tensor.dtype in HALF for tensor in _tensors(value))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it as ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (tuple, list)):
-        return type(value)(_cast(item, dtype) for item in value)
+        return type(value)(in_dtype(item, dtype) for item in value)
     if isinstance(value, Mapping):
-        return {key: _cast(item, dtype) for key, item in value.items()}
+        return {key: in_dtype(item, dtype) for key, item in value.items()}
     return value

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -544,8 +545,8 @@ class _Weight:
         values = parameter.detach()
         return int(_sum_of_bits(parameter)), _bytes(values[self._index] if self.shape else values)
 
-    def has_read(self, total: int, samples: torch.Tensor) -> None:
-        self._reading = total, _bytes(samples[: self._count])
+    def has_read(self, total: int, samples: np.ndarray) -> None:
+        self._reading = total, samples[: self._count].tobytes()
 
 
 def read_at_once(weights: Sequence[_Weight]) -> None:
@@ -560,13 +561,17 @@ def read_at_once(weights: Sequence[_Weight]) -> None:
             totals, samples = fingerprints([now for _, now in group])
         except BackendError:  # no compiler here
             continue
-        for (weight, _), total, row in zip(group, totals, samples, strict=True):
+        for (weight, _), total, row in zip(group, totals, _comparable(samples), strict=True):
             weight.has_read(total, row)
 
 
-def _bytes(samples: torch.Tensor) -> bytes:
+def _comparable(samples: torch.Tensor) -> np.ndarray:
     """In float32; both zeros are one."""
-    return (samples.to("cpu", torch.float32) + 0.0).numpy().tobytes()
+    return (samples.to("cpu", torch.float32) + 0.0).numpy()
+
+
+def _bytes(samples: torch.Tensor) -> bytes:
+    return _comparable(samples).tobytes()
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

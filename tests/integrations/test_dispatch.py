@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
@@ -258,6 +259,32 @@ def test_force_upcast_is_honoured(accelerated):
         assert through_engines(pipe), pipe.sdaccel.last_report
         assert pipe.vae.dtype == torch.float16
     assert seen == [(torch.float32, torch.float32)] * 2
+
+
+def test_a_vae_that_wants_float32_stays_in_half_precision_for_its_engine(monkeypatch):
+    expected = images(pipelines.make("sdxl").to(torch.float16).to(torch.float32), "sdxl")
+    pipe = sdaccel.accelerate(pipelines.make("sdxl").to(torch.float16), store=pipelines.shared_store())
+    weights = {name: value.data_ptr() for name, value in pipe.vae.named_parameters()}
+    found = images(pipe, "sdxl")
+    assert error(found, expected) < 0.02 and through_engines(pipe)
+    assert weights == {name: value.data_ptr() for name, value in pipe.vae.named_parameters()}
+
+    # Torch decodes what engines do not, in float32.
+    seen, forward = [], type(pipe.vae.decoder).forward
+
+    def patched(self, sample, *args, **kwargs):
+        seen.append((sample.dtype, pipe.vae.dtype))
+        return forward(self, sample, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pipe.vae.decoder), "forward", patched)
+        assert error(images(pipe, "sdxl"), expected) < 0.02
+    assert seen == [(torch.float32, torch.float32)] and pipe.vae.dtype == torch.float16
+    assert "replaced" in reasons(pipe)["vae_decoder"]
+    assert np.array_equal(images(pipe, "sdxl"), found)
+    # Outside of a call it goes to float32 as ever.
+    pipe.upcast_vae()
+    assert pipe.vae.dtype == torch.float32
 
 
 # --- threads (G11)
