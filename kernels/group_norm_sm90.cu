@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
     if (threadIdx.x == CONSUMERS) {
         for (int i = 0; i < stages; i++) {
             barrier_init(ring.full(i), 1);
-            barrier_init(ring.empty(i), WARPS);
+            barrier_init(ring.empty(i), CONSUMERS);
         }
         barrier_init_fence();
     }
@@ -215,10 +215,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
     const bool works = lane < LANES, second = channel >= x_channels;
     const int pitch = 2 * (second ? x2_channels : x_channels);
     const char* const mine = tiles_at + 2 * (second ? TILE_ROWS * x_channels + channel - x_channels : channel) + lane * pitch;
-    const auto release = [&](int slot) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty(slot));
-    };
+    // read: of what came last from the slot. Behind stores a load can take longer than the next copy into the slot: the
+    // barrier's address depends on what it brings.
+    const uint32_t zero = uint32_t(stages) >> 16;
+    const auto release = [&](int slot, uint32_t read) { barrier_arrive(ring.empty(slot) + (read & zero)); };
 
     const uint4 scales = load16(scale + channel), biases = load16(bias + channel);
     float apart[8];  // what is added to x: the addend, less the group's value at the pixel in the middle
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
                 }
             }
         }
-        if (tile + stages < tiles) release(slot);
+        if (tile + stages < tiles) release(slot, 0);
         if (++slot == stages) slot = 0;
     }
     Totals own[UNITS];
@@ -283,10 +283,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
         const char* const item = mine + slot * TILE_BYTES;
         if (tile < tiles - stages) ring.wait(ring.full(slot), slot);
         uint4 v[ITEMS];
+        uint32_t read = 0;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
-            if (i * LANES < left) v[i] = load16(item + i * LANES * pitch);
-        if (tile >= stages) release(slot);
+            if (i * LANES < left) {
+                v[i] = load16(item + i * LANES * pitch);
+                read |= v[i].x;
+            }
+        if (tile >= stages) release(slot, read);
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             if (i * LANES < left) {
