@@ -241,6 +241,34 @@ def test_cuda_graph() -> None:
         assert_right(lambda result=result: result, expected, x.dtype)
 
 
+@pytest.mark.gpu
+def test_the_reference_is_right_where_cudnn_is_not() -> None:
+    torch.backends.cudnn.allow_tf32, before = False, torch.backends.cudnn.allow_tf32
+    try:
+        for channels in (1920, 2560):
+            x = torch.randn(16, 32, 32, channels, device="cuda").movedim(-1, 1)
+            weight = torch.randn(1280, 3, 3, channels, device="cuda").movedim(-1, 1)
+            found, expected = conv.reference(x, weight), F.conv2d(x[:2].double(), weight.double(), padding=1)
+            assert float((found[:2] - expected).norm() / expected.norm()) < 1e-5
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 6, 9, 5, 3, 1), (3, 4, 7, 5, 6, 3, 2), (1, 8, 1, 1, 4, 3, 1), (2, 8, 4, 3, 4, 1, 1)]
+)
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_taps_are_the_convolution(shape: Shape7, padding: int) -> None:
+    batch, channels, height, width, count, kernel, stride = shape
+    if min(height, width) + 2 * padding < kernel:
+        return
+    x = torch.randn(batch, channels, height, width, dtype=torch.float64)
+    weight = torch.randn(count, channels, kernel, kernel, dtype=torch.float64)
+    for bias in (torch.randn(count, dtype=torch.float64), None):
+        expected = F.conv2d(x, weight, bias, stride, padding)
+        torch.testing.assert_close(conv.sum_of_taps(x, weight, bias, stride, padding), expected)
+
+
 def test_phases_are_the_convolution_of_the_larger_image() -> None:
     x, weight, bias = torch.randn(2, 3, 4, 5).double(), torch.randn(6, 3, 3, 3).double(), torch.randn(6).double()
     phases = upsample_conv.phase_weights(weight).unflatten(0, (2, 2, 6))

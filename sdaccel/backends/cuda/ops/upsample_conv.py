@@ -21,7 +21,7 @@ from sdaccel.backends.cuda.tactic import Tactic
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sides: tuple[int, int]) -> Tensor:
-    return F.conv2d(F.interpolate(x, sides), weight, bias, padding=1)
+    return conv.exact(F.interpolate(x, sides), weight, bias)
 
 
 def tactics(
