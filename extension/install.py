@@ -1,7 +1,9 @@
 """Run by A1111 and Forge when they start: installs sdaccel beside the host's packages, and changes none of them.
 
-pip says first what it would do. If it would change a package that the host has, nothing is installed; what to do
-instead is printed and kept in problem.txt, which the tab shows. With sdaccel installed nothing is asked of the network.
+Only what running engines needs comes along, and of that what the host lacks; what building needs is put aside by the
+first build (`sdaccel.ui.builder_python`). pip says first what it would do: if it would change a package that the host
+has, nothing is installed. What to do then is printed and kept in problem.txt, which the tab shows. With sdaccel
+installed nothing is asked of the network.
 """
 
 import importlib.util
@@ -9,12 +11,22 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PROBLEM = HERE / "problem.txt"
 PIP = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+
+TORCH = (2, 10)
+RUNNING = ("filelock", "numpy", "pillow", "platformdirs", "psutil", "rich", "safetensors")
+ON_A_GPU = {
+    "12": ("cuda-bindings>=12.8,<13", "nvidia-cuda-nvrtc-cu12", "nvidia-cudnn-frontend<1.29"),
+    "13": ("cuda-bindings>=13,<14", "nvidia-cuda-nvrtc<14", "nvidia-cudnn-frontend<1.29"),
+}
+"""By torch's CUDA version. Later frontends of cuDNN bring a compiler of their own, with requirements to match."""
+ON_A_CPU = ("onnxruntime>=1.22",)
 
 
 def source():
@@ -23,10 +35,36 @@ def source():
     return str(checkout) if (checkout / "sdaccel" / "__init__.py").is_file() else "sdaccel"
 
 
-def plan(requirement):
+def installed():
+    """Name -> version; of a package that is there twice, the one that Python imports."""
+    found = {}
+    for item in metadata.distributions():
+        if item.metadata["Name"]:
+            found.setdefault(_plain(item.metadata["Name"]), item.version)
+    return found
+
+
+def missing(have, cuda):
+    """What running engines needs and the host lacks. cuda: torch's CUDA version, empty where it finds no GPU."""
+    wanted = RUNNING + ON_A_GPU.get(cuda.split(".")[0], ON_A_CPU)
+    there = {"onnxruntime" if name.startswith("onnxruntime-") else name for name in have}  # -gpu, say: the same module
+    return [name for name in wanted if _plain(re.split("[<>=]", name)[0]) not in there]
+
+
+def cuda_of_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.version.cuda if torch.cuda.is_available() else '')"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 and done.stdout.strip() else ""
+
+
+def plan(arguments):
     """(name, version) of everything that pip would install. Raises RuntimeError with pip's words if it cannot tell."""
-    command = [*PIP, "--dry-run", "--quiet", "--report", "-", requirement]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    done = _pip("--dry-run", "--quiet", "--report", "-", *arguments)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-2000:] or f"pip ended with {done.returncode}")
     try:
@@ -36,9 +74,8 @@ def plan(requirement):
         raise RuntimeError(f"this pip gives no report. Run: {_quoted(sys.executable)} -m pip install -U pip") from None
 
 
-def changes(planned, installed):
+def changes(planned, have):
     """What of ``planned`` would replace a package that is there, as "name old -> new"."""
-    have = {_plain(name): version for name, version in installed.items()}
     return [
         f"{name} {have[_plain(name)]} -> {version}"
         for name, version in planned
@@ -46,13 +83,8 @@ def changes(planned, installed):
     ]
 
 
-def installed():
-    """Name -> version; of a package that is there twice, the one that Python imports."""
-    found = {}
-    for item in metadata.distributions():
-        if item.metadata["Name"]:
-            found.setdefault(item.metadata["Name"], item.version)
-    return found
+def _pip(*arguments):
+    return subprocess.run([*PIP, *arguments], capture_output=True, text=True, encoding="utf-8", errors="replace")
 
 
 def _plain(name):
@@ -63,16 +95,29 @@ def _quoted(text):
     return f'"{text}"'
 
 
+def old_torch(have):
+    """What to do about a torch that is too old; empty if it is not."""
+    version = have.get("torch", "0")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= TORCH:
+        return ""
+    return "\n".join(
+        [
+            f"sdaccel needs torch {'.'.join(map(str, TORCH))} or newer; this web UI has {version}.",
+            "The web UI installs another one itself. In webui-user.bat (webui-user.sh: export instead of set):",
+            "  set TORCH_COMMAND=pip install torch torchvision --index-url https://download.pytorch.org/whl/cu128",
+            "and start it once with --reinstall-torch in COMMANDLINE_ARGS. xformers, if it is used, has to fit the new",
+            "torch; without it leave --xformers out.",
+        ]
+    )
+
+
 def refusal(reasons, requirement):
-    python, what = _quoted(sys.executable), _quoted(requirement)
     return "\n".join(
         [
             "sdaccel was not installed, because that would change packages of this web UI:",
             *(f"  {reason}" for reason in reasons),
             "",
-            "Either let it, if you know that the web UI bears these versions:",
-            f"  {python} -m pip install {what}",
-            "or keep the web UI as it is, and use sdaccel in an environment of its own:",
+            "Keep the web UI as it is, and use sdaccel in an environment of its own:",
             "  python -m venv sdaccel-env",
             f'  sdaccel-env/bin/pip install "{requirement}[ui]"     (Windows: sdaccel-env\\Scripts\\pip)',
             "  sdaccel-env/bin/sdaccel ui",
@@ -80,23 +125,41 @@ def refusal(reasons, requirement):
     )
 
 
+def install():
+    """Installs sdaccel. Returns what stands in the way, empty if nothing does."""
+    have = installed()
+    problem = old_torch(have)
+    if problem:
+        return problem
+    requirement = source()
+    wanted = missing(have, cuda_of_torch())
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "kept.txt"
+        kept.write_text("".join(f"{name}=={have[name]}\n" for name in have if _VERSION.fullmatch(have[name])), "utf-8")
+        steps = [["-c", str(kept), *wanted]] if wanted else []
+        reasons = changes(plan(steps[0]), have) if steps else []
+        if reasons:
+            return refusal(reasons, requirement)
+        print("Installing sdaccel")
+        for arguments in (*steps, ["--no-deps", requirement]):
+            done = _pip(*arguments)
+            if done.returncode:
+                return f"pip could not install sdaccel:\n{done.stderr.strip()[-2000:]}"
+    return ""
+
+
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9.]+)?")
+"""what pip takes for a version; a few packages have others"""
+
+
 def main():
     if importlib.util.find_spec("sdaccel") is not None:
         PROBLEM.unlink(missing_ok=True)
         return
-    requirement = source()
-    command = f"{_quoted(sys.executable)} -m pip install {_quoted(requirement)}"
     try:
-        planned = plan(requirement)
-        reasons = changes(planned, installed())
-        problem = refusal(reasons, requirement) if reasons else ""
-        if not problem:
-            print("Installing sdaccel")
-            done = subprocess.run(
-                [*PIP, requirement], capture_output=True, text=True, encoding="utf-8", errors="replace"
-            )
-            problem = f"pip could not install sdaccel:\n{done.stderr.strip()[-2000:]}" if done.returncode else ""
+        problem = install()
     except (OSError, RuntimeError) as error:
+        command = f"{_quoted(sys.executable)} {_quoted(Path(__file__).resolve())}"
         problem = f"sdaccel is not installed, and pip cannot install it: {error}\nWith a network, run: {command}"
     if problem:
         print(problem)

@@ -156,7 +156,7 @@ def _packages(facts: dict[str, Any], problems: list[Problem], store: Path | str 
             continue
         version = _version(package, module)
         facts[package.name] = f"{version} ({wanted})"
-        if _numbers(version) < _numbers(package.least):
+        if numbers(version) < numbers(package.least):
             what = f"{package.name} {version} is older than {package.least}."
             problems.append(Problem(what, command, package.required))
 
@@ -170,7 +170,7 @@ def _version(package: Package, module: Any) -> str:
     return str(getattr(module, "__version__", "0"))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """The release numbers of a version: ``2.13.0+cpu`` → (2, 13, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[+a-z]", version.lower())[0]))
 

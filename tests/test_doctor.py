@@ -91,8 +91,8 @@ def test_an_old_package_blocks(monkeypatch, tmp_path):
     [("2.13.0+cpu", (2, 13, 0)), ("1.23.2rc1", (1, 23, 2)), ("2.9.0a0+git12", (2, 9, 0))],
 )
 def test_versions_compare_as_numbers(text, numbers):
-    assert doctor._numbers(text) == numbers
-    assert doctor._numbers("2.13") > doctor._numbers("2.8")
+    assert doctor.numbers(text) == numbers
+    assert doctor.numbers("2.13") > doctor.numbers("2.8")
 
 
 BLOCK = """

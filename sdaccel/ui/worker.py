@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,12 +25,15 @@ from typing import Any, BinaryIO, NoReturn
 from sdaccel import settings
 from sdaccel.engine.store import Store
 from sdaccel.errors import Cancelled, SdaccelError, SettingError
+from sdaccel.ui import builder_python
 from sdaccel.ui.requests import BuildRequest
 
 GRACE = 3.0
 """Seconds for cleaning up after the parent's end; then the process ends regardless."""
 
 DONE, FAILED, CRASHED, STOPPED = 0, 1, 70, 130
+HERE = "--here"
+"""Build by this Python, whatever it lacks."""
 
 _log = logging.getLogger("sdaccel")
 
@@ -43,6 +47,9 @@ class Events:
         os.dup2(2, 1)
         sys.stdout = sys.stderr
         self._last = ("", -1.0, 0.0)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
     def say(self, event: str, **facts: Any) -> None:
         try:
@@ -72,7 +79,8 @@ def main() -> NoReturn:
         line = sys.stdin.buffer.readline()
         _stop_at_end_of(sys.stdin.buffer)
         store, request = _read(line)
-        code = _build(store, request, events)
+        python = sys.executable if HERE in sys.argv else builder_python.ready(store.root, events.progress)
+        code = _build(store, request, events) if python == sys.executable else _build_by(python, line, events)
     except (KeyboardInterrupt, Cancelled):
         code = STOPPED
         with suppress(KeyboardInterrupt):
@@ -145,6 +153,22 @@ def _build(store: Store, request: BuildRequest, events: Events) -> int:
     keys = [entry.key for entry in entries]
     events.say("done", engines=keys, built=[key for key in keys if key not in before])
     return DONE
+
+
+def _build_by(python: str, line: bytes, events: Events) -> int:
+    """The same in a Python that can build, which speaks to our parent itself."""
+    command = [python, "-m", "sdaccel.ui.worker", HERE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=events.fileno()) as process:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            return process.wait()
+        except BaseException:
+            process.stdin.close()  # as if its parent had ended
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            raise
 
 
 # ---- ending
