@@ -113,6 +113,10 @@ class Result:
     def fallbacks(self) -> list[Any]:
         return [fallback for report in self.reports for fallback in report.fallbacks]
 
+    @property
+    def notes(self) -> list[str]:
+        return list(dict.fromkeys(note for report in self.reports for note in report.notes))
+
 
 def open_pipeline(
     checkpoint: Any, request: Request, tokenizer: Path | None = None, backend: Backend | None = None

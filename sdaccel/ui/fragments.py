@@ -20,7 +20,7 @@ from sdaccel.ui.tasks import FAILED, Task
 
 if TYPE_CHECKING:
     from sdaccel.generate import Result
-    from sdaccel.ui.studio import Comparison
+    from sdaccel.ui.comparison import Comparison
 
 STYLE = """<style>
 .sd { --line: var(--border-color-primary, #d9dde2); --soft: #5f6670; --ok: #1a7f37; --warn: #8a5200; --bad: #c2272d;
@@ -419,7 +419,7 @@ def comparison(found: Comparison, pictures: Sequence[str]) -> str:
     )
     return box(
         f'<p>{verdict} <span class="soft">Seed {found.seed}.</span></p>'
-        f'<div class="sd-pictures">{figures}</div>{_reasons(found.result)}'
+        f'<div class="sd-pictures">{figures}</div>{_reasons(found)}'
     )
 
 
@@ -451,7 +451,7 @@ def report(result: Result) -> str:
     return f"{table}{_reasons(result)}"
 
 
-def _reasons(result: Result) -> str:
+def _reasons(result: Result | Comparison) -> str:
     counted: dict[tuple[str, str], int] = {}
     for fallback in result.fallbacks:
         key = (fallback.component, fallback.reason)
@@ -460,6 +460,6 @@ def _reasons(result: Result) -> str:
         f"<li><b>{escape(name(component))}</b> ran in torch ({plural(count, 'call')}): {escape(reason)}</li>"
         for (component, reason), count in counted.items()
     ]
-    lines += [f"<li>{escape(note)}</li>" for note in dict.fromkeys(n for r in result.reports for n in r.notes)]
+    lines += [f"<li>{escape(note)}</li>" for note in dict.fromkeys(result.notes)]
     lines += [f'<li class="bad">{escape(text)}</li>' for text in result.failed]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""

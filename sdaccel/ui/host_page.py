@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
 
 from sdaccel.errors import SettingError
+from sdaccel.generate import Result
 from sdaccel.integrations.host import WebHost
 from sdaccel.integrations.host_shapes import Offer, WantedShapes
 from sdaccel.ui import fragments as html
@@ -61,7 +61,7 @@ class HostPage:
     def changes(self, sent: dict[str, Any]) -> Changes:
         found: Changes = {}
         report = self.web.report
-        text = html.report(SimpleNamespace(reports=[report], fallbacks=report.fallbacks, failed=report.failed))  # type: ignore[arg-type]
+        text = html.report(Result(reports=[report]))
         empty = '<div class="sd-empty">Make an image: what it ran on is told here.</div>'
         if fresh(sent, "host report", text):
             found[self.report] = html.box(f"<h3>The last image</h3>{text}" if text else empty)

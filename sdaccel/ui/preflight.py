@@ -19,6 +19,7 @@ from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import StoreError
 from sdaccel.listing import READY, Listed, list_engines, size_text
 from sdaccel.profile import OptimizationProfile
+from sdaccel.ui import builder_python
 from sdaccel.ui.requests import BuildRequest, open_checkpoint, parse
 
 if TYPE_CHECKING:
@@ -144,6 +145,11 @@ def preflight(request: BuildRequest, store: Store) -> Preflight:
     everything = tuple(part.covered_by for part in parts if part.covered_by is not None)
     warnings = [*_room(disk, disk_free, store), *_memory_warnings(memory, vram), *_device_warnings(request, backend)]
     warnings += known.stale(profiles)
+    if not builder_python.is_ready(store.root):
+        warnings.append(
+            f"This Python lacks what building needs ({', '.join(builder_python.lacking())}): the first build installs "
+            f"it, about 0.4 GB, into {builder_python.folder(store.root)}. Nothing else changes."
+        )
     sources = dict.fromkeys(part.seconds_from for part in parts if part.seconds_from)
     return Preflight(
         model=checkpoint.name,

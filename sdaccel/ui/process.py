@@ -42,7 +42,7 @@ class BuildProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=_environment(),
+                env=environment(),
                 cwd=sys.prefix,  # Python looks for modules there first
                 **own_group,
             )
@@ -114,7 +114,7 @@ class BuildProcess:
         return []
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """This process's, with the sdaccel that it runs where the child would not find it or would find another."""
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
     package = Path(sdaccel.__file__).resolve().parent.parent

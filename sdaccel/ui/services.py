@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-import sdaccel
 from sdaccel import settings
 from sdaccel.engine.store import Store
 from sdaccel.errors import EngineBroken, SdaccelError, SettingError, StoreError
+from sdaccel.ui import builder_python
 from sdaccel.ui.preflight import Preflight, preflight
+from sdaccel.ui.process import environment
 from sdaccel.ui.queue import BuildQueue, Job, open_queue
 from sdaccel.ui.requests import DEMO, BuildRequest, problems
 from sdaccel.ui.rows import (
@@ -275,10 +275,13 @@ class Services:
         return self._start("verify", "the comparison with torch", work)
 
     def compare(self, model: Any, request: Request) -> Task:
-        """An image by torch and by engines: the result is a `sdaccel.ui.studio.Comparison`."""
+        """An image by torch and by engines: the result is a `sdaccel.ui.comparison.Comparison`."""
         path, request = self.model(model), _bounded(request)
 
         def work(task: Task) -> Any:
+            python = builder_python.ready(self.store.root, task.progress)
+            if python != sys.executable:
+                return self._compared_by(python, path, request, task)
             try:
                 return self.studio.compare(path, request, progress=task.progress, show=_show(task))
             finally:
@@ -286,6 +289,15 @@ class Services:
                     self.studio.forget()
 
         return self._start("compare", "the comparison of images", work)
+
+    def _compared_by(self, python: str, model: str, request: Request, task: Task) -> Any:
+        from sdaccel.ui.comparison import compare_by
+
+        def running(end: Callable[[], None]) -> None:
+            task.on_cancel = end
+
+        show = _show(task)
+        return compare_by(python, self.store, model, request, progress=task.progress, show=show, running=running)
 
     def draw(self, model: Any, request: Request, *, engines: bool = True) -> Task:
         """Images, saved in the output folder: the result is a `sdaccel.generate.Result`."""
@@ -355,12 +367,10 @@ def _verified(
     task: Task, origin: str, components: Iterable[str], store: Store, begin: float, share: float
 ) -> dict[str, Any]:
     """What ``sdaccel verify`` says, run as a program: it needs the exporter, and may be stopped at any moment."""
-    command = [sys.executable, "-m", "sdaccel", "verify", origin, "--json", "--store", str(store.root)]
+    python = builder_python.ready(store.root, task.progress)
+    command = [python, "-m", "sdaccel", "verify", origin, "--json", "--store", str(store.root)]
     for component in dict.fromkeys(components):
         command += ["--component", component]
-    place = str(Path(sdaccel.__file__).parents[1])
-    path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", "SDACCEL_DEBUG": "1"}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         process = subprocess.Popen(
             command,
@@ -370,7 +380,7 @@ def _verified(
             text=True,
             encoding="utf-8",
             errors="replace",
-            env=environment,
+            env={**environment(), "SDACCEL_DEBUG": "1"},
         )
         task.on_cancel = process.kill
         said = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sdaccel.engine.store import Store
+from sdaccel.ui.comparison import Comparison
 from sdaccel.ui.requests import BuildRequest, backend_of, open_checkpoint
 
 if TYPE_CHECKING:
@@ -35,37 +36,6 @@ class _Open:
     """Latents → RGB, see `colour_map`; None where they could not be told."""
     engines: tuple[str, ...] = ()
     """Keys of the engines swapped in; empty: plain torch."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """An image of one seed by torch and by engines (PIL images)."""
-
-    torch: Any
-    engines: Any
-    difference: Any
-    """|engines - torch|, times ``gain``."""
-    gain: float
-    psnr: float
-    """Decibels; infinite where both are equal to the last bit."""
-    limit: float
-    """The least that counts as equal in this precision."""
-    max_abs: float
-    """The largest difference of a channel of a pixel, 0..255."""
-    torch_seconds: float
-    engine_seconds: float
-    seed: int
-    result: Result
-    """Of the engines."""
-
-    @property
-    def by_engines(self) -> bool:
-        """Whether engines ran all of it."""
-        return not self.result.fallbacks
-
-    @property
-    def equal(self) -> bool:
-        return self.psnr >= self.limit and self.result.ok
 
 
 class Studio:
@@ -117,7 +87,9 @@ class Studio:
             torch_seconds=plain.seconds,
             engine_seconds=ours.seconds,
             seed=request.seed or 0,
-            result=ours,
+            fallbacks=tuple(ours.fallbacks),
+            failed=tuple(ours.failed),
+            notes=tuple(ours.notes),
         )
 
     def forget(self) -> None:
@@ -223,4 +195,4 @@ def preview(latents: Any, colours: Any) -> Any:
     return image.resize((max(1, round(image.width * height / image.height)), height), Image.Resampling.BICUBIC)
 
 
-__all__ = ["Comparison", "Studio", "colour_map", "data_uri", "preview"]
+__all__ = ["Studio", "colour_map", "data_uri", "preview"]

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO, NoReturn
 
@@ -71,6 +72,11 @@ class Events:
 
 
 def main() -> NoReturn:
+    serve(_asked)
+
+
+def serve(work: Callable[[bytes, Events], int]) -> NoReturn:
+    """Runs ``work`` on the line that the parent sends, and ends the process; what goes wrong is told as an event."""
     _prepare()
     events = Events()
     code = CRASHED
@@ -78,9 +84,7 @@ def main() -> NoReturn:
         _stop_on_signals()
         line = sys.stdin.buffer.readline()
         _stop_at_end_of(sys.stdin.buffer)
-        store, request = _read(line)
-        python = sys.executable if HERE in sys.argv else builder_python.ready(store.root, events.progress)
-        code = _build(store, request, events) if python == sys.executable else _build_by(python, line, events)
+        code = work(line, events)
     except (KeyboardInterrupt, Cancelled):
         code = STOPPED
         with suppress(KeyboardInterrupt):
@@ -127,6 +131,12 @@ def _read(line: bytes) -> tuple[Store, BuildRequest]:
         if isinstance(error, SdaccelError):
             raise
         raise SettingError(f"no build request came on stdin: {line[:80]!r}.") from None
+
+
+def _asked(line: bytes, events: Events) -> int:
+    store, request = _read(line)
+    python = sys.executable if HERE in sys.argv else builder_python.ready(store.root, events.progress)
+    return _build(store, request, events) if python == sys.executable else _build_by(python, line, events)
 
 
 def _build(store: Store, request: BuildRequest, events: Events) -> int:

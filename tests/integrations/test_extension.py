@@ -36,25 +36,47 @@ def install(tmp_path, monkeypatch):
     folder.mkdir()
     module = load(Path(shutil.copy(EXTENSION / "install.py", folder)), "install")
     module.commands = []
-    module.report = {"install": [{"metadata": {"name": "sdaccel", "version": "1"}}]}
+    module.report = {"install": [{"metadata": {"name": "rich", "version": "15.0"}}]}
     module.code = 0
+    module.have = {"torch": "2.11.0+cu128", "some-package": "1.0", "odd": "1.0-unknown", "numpy": "1.26.2"}
+    module.kept = ""
 
     def run(command: list[str], **options: Any) -> Any:
         module.commands.append(command)
+        if "-c" in command and "pip" in command:
+            module.kept = Path(command[command.index("-c") + 1]).read_text(encoding="utf-8")
         out = json.dumps(module.report) if "--dry-run" in command else ""
         return subprocess.CompletedProcess(command, module.code, out, "no network" if module.code else "")
 
     monkeypatch.setattr(module.subprocess, "run", run)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(module, "installed", lambda: {"Torch": "2.9", "some_package": "1.0"})
+    monkeypatch.setattr(module, "installed", lambda: module.have)
+    monkeypatch.setattr(module, "cuda_of_torch", lambda: "")
     return module
 
 
-def test_it_installs_by_the_hosts_python(install):
+def test_it_installs_by_the_hosts_python_what_running_needs(install):
     install.main()
-    dry, real = install.commands
-    assert dry[0] == real[0] == sys.executable and "--dry-run" in dry and real[-1] == "sdaccel"
-    assert not install.PROBLEM.exists()
+    dry, light, own = install.commands
+    assert dry[0] == light[0] == own[0] == sys.executable and "--dry-run" in dry
+    assert {"rich", "onnxruntime>=1.22"} < set(light) and not {"numpy", "transformers", "diffusers"} & set(light)
+    assert own[-2:] == ["--no-deps", "sdaccel"] and not install.PROBLEM.exists()
+    assert "torch==2.11.0+cu128" in install.kept and "odd" not in install.kept  # pip takes that for no version
+
+
+def test_what_is_there_is_taken_as_it_is(install):
+    install.have |= dict.fromkeys(install.RUNNING, "0.1") | {"onnxruntime-gpu": "1.20"}
+    install.main()
+    (own,) = install.commands
+    assert own[-2:] == ["--no-deps", "sdaccel"]
+
+
+@pytest.mark.parametrize(("cuda", "nvrtc"), [("12.8", "nvidia-cuda-nvrtc-cu12"), ("13.0", "nvidia-cuda-nvrtc<14")])
+def test_on_a_gpu_the_packages_are_those_of_torchs_cuda(install, cuda, nvrtc):
+    wanted = install.missing(install.have, cuda)
+    assert nvrtc in wanted and "onnxruntime>=1.22" not in wanted
+    assert any(name.startswith(f"cuda-bindings>={cuda.split('.')[0]}") for name in wanted)
+    assert nvrtc not in install.missing(install.have | {nvrtc.split("<")[0]: "1"}, cuda)
 
 
 def test_it_asks_nothing_when_sdaccel_is_there(install, monkeypatch):
@@ -66,14 +88,28 @@ def test_it_asks_nothing_when_sdaccel_is_there(install, monkeypatch):
 
 def test_it_changes_no_package_of_the_host(install, capsys):
     install.report["install"] += [
-        {"metadata": {"name": "some-Package", "version": "2.0"}},
-        {"metadata": {"name": "torch", "version": "2.9"}},
+        {"metadata": {"name": "some.Package", "version": "2.0"}},
+        {"metadata": {"name": "torch", "version": "2.11.0+cu128"}},
     ]
     install.main()
     assert len(install.commands) == 1
     told = capsys.readouterr().out
-    assert "some-Package 1.0 -> 2.0" in told and "torch" not in told and "sdaccel-env" in told
+    assert "some.Package 1.0 -> 2.0" in told and "torch" not in told and "sdaccel-env" in told
     assert install.PROBLEM.read_text(encoding="utf-8").strip() == told.strip()
+
+
+@pytest.mark.parametrize("version", ["2.1.2+cu121", "2.9.1", "1.13.1"])
+def test_a_torch_that_is_too_old_is_the_web_uis_to_renew(install, version):
+    install.have["torch"] = version
+    install.main()
+    told = install.PROBLEM.read_text(encoding="utf-8")
+    assert not install.commands and version in told and "TORCH_COMMAND" in told and "--reinstall-torch" in told
+
+
+def test_the_torch_asked_for_is_the_packages(install):
+    from sdaccel.doctor import PACKAGES, numbers
+
+    assert next(numbers(package.least) for package in PACKAGES if package.name == "torch") == install.TORCH
 
 
 @pytest.mark.parametrize("report", [{"install": [{}]}, [], "text"])

@@ -80,7 +80,7 @@ def test_an_environment_is_made_once_and_borrows_what_fits(tmp_path, lacks_one):
 
 
 def test_without_a_network_it_says_what_to_do(tmp_path, lacks_one):
-    with pytest.raises(BackendError, match="pip could not install what building needs.*Retry with a network"):
+    with pytest.raises(BackendError, match=r"pip could not install what building needs.*Retry with a network"):
         builder_python.ready(tmp_path, lambda stage, fraction: None)
     assert not builder_python.is_ready(tmp_path)
 
@@ -88,7 +88,7 @@ def test_without_a_network_it_says_what_to_do(tmp_path, lacks_one):
 def test_torch_is_never_replaced(tmp_path, monkeypatch):
     newer = doctor.Package("torch", "torch", "99.0", "99.1")
     monkeypatch.setattr(builder_python, "_packages", lambda: [newer])
-    with pytest.raises(BackendError, match="needs torch 99.0 or newer.*--reinstall-torch"):
+    with pytest.raises(BackendError, match=r"needs torch 99\.0 or newer.*--reinstall-torch"):
         builder_python.ready(tmp_path, lambda stage, fraction: None)
     assert not list(tmp_path.iterdir())
 

@@ -419,9 +419,9 @@ def test_many_threads_submit_and_cancel(queue):
 def test_the_child_finds_this_sdaccel_and_nothing_beside_it(monkeypatch, tmp_path):
     package = str(Path(process.sdaccel.__file__).resolve().parent.parent)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    assert process._environment()["PYTHONPATH"] == f"{package}{os.pathsep}elsewhere"
+    assert process.environment()["PYTHONPATH"] == f"{package}{os.pathsep}elsewhere"
     monkeypatch.setattr(process.site, "getsitepackages", lambda: [package])
-    assert process._environment()["PYTHONPATH"] == "elsewhere"
+    assert process.environment()["PYTHONPATH"] == "elsewhere"
 
 
 # ---- how long it takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -193,6 +194,32 @@ def test_comparing_gives_both_images_and_what_differs(services):
     assert task.preview.startswith("data:image/jpeg;base64,")
     shown = module._compared(found)
     assert shown.count("<img ") == 3 and ("PSNR" in shown or "equal to the last bit" in shown)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the other Python is a shell script")
+def test_another_python_compares_where_this_one_cannot(services, tmp_path, monkeypatch):
+    from sdaccel.ui import builder_python
+
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    other.chmod(0o755)
+    monkeypatch.setattr(builder_python, "ready", lambda store, progress: str(other))
+    here, request = services.studio, drawing("circle", 64, 64, 2, 3, 5.0)
+    monkeypatch.setattr(here, "compare", None)
+    task = services.compare("tiny", request)
+    assert task.wait(120) and task.state == "done", task.message
+    found = task.result
+    assert found.by_engines and found.equal and found.seed == 3 and found.torch.size == (64, 64)
+    assert task.preview.startswith("data:image/jpeg;base64,") and module._compared(found).count("<img ") == 3
+    assert (tmp_path / "asked").read_text().split()[:2] == ["-m", "sdaccel.ui.comparison"]
+
+    task = services.compare("tiny", drawing("circle", 64, 64, 900, 3, 5.0))
+    while task.running and not task.preview:
+        time.sleep(0.05)
+    services.stop("compare")
+    assert task.wait(10) and task.state == "cancelled"
+    task = services.compare(str(tmp_path / "none.safetensors"), request)
+    assert task.wait(60) and task.state == "failed" and "none.safetensors" in task.message
 
 
 def test_drawing_saves_what_it_drew_and_stops_when_asked(services):
