@@ -196,6 +196,7 @@ class Forge(WebHost):
             options = transformer_options or {}
             refused = {f"transformer_options {name}": v for name, v in options.items() if name not in _HARMLESS}
             refused |= {"ControlNet residuals (control)": control, **outside, **kwargs}
+            refused.pop("control_model", None)  # the maker of `control`, which the network does not look at
             plain = functools.partial(
                 forward, x, timesteps, context, y, control, {} if transformer_options is None else options, **kwargs
             )

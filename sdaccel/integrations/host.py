@@ -356,7 +356,7 @@ class WebHost:
                     "connections there, which engines do otherwise."
                 )
             try:
-                out = run_in_parts(engines.context("unet"), tensors, self.run.report)["sample_out"]
+                out = run_in_parts(engines.context("unet"), tensors, self.run.report, engines.factor)["sample_out"]
             except ProfileError:
                 self.run.missing.add((engines.path, *size, context.shape[1]))
                 raise
@@ -370,7 +370,8 @@ class WebHost:
 
         def engine() -> Any:
             engines = self._ready("vae_decoder", module, {"latents": z})
-            out = run_in_parts(engines.context("vae_decoder"), {"latents": z}, self.run.report)["image"]
+            context = engines.context("vae_decoder")
+            out = run_in_parts(context, {"latents": z}, self.run.report, engines.factor)["image"]
             return out.to(z.device, z.dtype)
 
         return self._dispatch("vae_decoder", engine, plain, lambda result: result)

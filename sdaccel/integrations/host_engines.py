@@ -19,6 +19,7 @@ from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import ModelError, ProfileError, UnsupportedCall
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
 from sdaccel.models.tensors import Component
+from sdaccel.profile import OptimizationProfile, choose
 from sdaccel.runtime import ExecutionContext, RunReport, axis_sizes
 
 _log = logging.getLogger("sdaccel")
@@ -231,18 +232,21 @@ def _plain(value: Any) -> Any:
 
 
 def run_in_parts(
-    context: ExecutionContext, inputs: Mapping[str, torch.Tensor], report: RunReport
+    context: ExecutionContext, inputs: Mapping[str, torch.Tensor], report: RunReport, pixels: int = 1
 ) -> dict[str, torch.Tensor]:
     """`ExecutionContext.run`, in several calls where only the batch is more than any profile holds.
 
-    Every input's first axis must be the batch. Raises one of `FALLBACK_ERRORS`.
+    Every input's first axis must be the batch. pixels: of the image, for each of the inputs' height and width.
+    Raises one of `FALLBACK_ERRORS`; a ProfileError names the image's size, and the sides before the batch.
     """
     try:
         return context.run(inputs, report)
-    except ProfileError:
+    except ProfileError as error:
         step = _largest_part(context, inputs)
         if step is None:
-            raise
+            sizes = _sizes(context, inputs)
+            why = _sides(context, sizes) or error
+            raise ProfileError(f"{sizes['width'] * pixels}x{sizes['height'] * pixels} pixels: {why}") from None
     count = len(next(iter(inputs.values())))
     parts = [
         context.run({name: tensor[start : start + step] for name, tensor in inputs.items()}, report)
@@ -253,8 +257,7 @@ def run_in_parts(
 
 def _largest_part(context: ExecutionContext, inputs: Mapping[str, torch.Tensor]) -> int | None:
     """The largest batch that some profile holds of a call that is too large for all; None if the sides do not fit."""
-    specs = {spec.name: spec for spec in context.engines[0].engine.inputs}
-    sizes = axis_sizes(context.component, specs, inputs)
+    sizes = _sizes(context, inputs)
     best = None
     for candidate in context.candidates:
         allowed = candidate.profile["batch"]
@@ -264,3 +267,21 @@ def _largest_part(context: ExecutionContext, inputs: Mapping[str, torch.Tensor])
         if fits and candidate.profile.misfit({**sizes, "batch": step}) is None:
             best = max(best or 0, step)
     return best
+
+
+def _sides(context: ExecutionContext, sizes: Mapping[str, int]) -> ProfileError | None:
+    """Why no profile would hold a call at any batch; None if one would."""
+    profiles = [
+        OptimizationProfile(tuple((axis, allowed) for axis, allowed in candidate.profile.axes if axis != "batch"))
+        for candidate in context.candidates
+    ]
+    try:
+        choose(profiles, sizes)
+    except ProfileError as error:
+        return error
+    return None
+
+
+def _sizes(context: ExecutionContext, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    specs = {spec.name: spec for spec in context.engines[0].engine.inputs}
+    return axis_sizes(context.component, specs, inputs)

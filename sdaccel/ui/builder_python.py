@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -23,12 +24,19 @@ from sdaccel import doctor
 from sdaccel.engine import disk
 from sdaccel.engine.locks import hold
 from sdaccel.errors import BackendError
+from sdaccel.ui.borrowed import PTH
+from sdaccel.ui.process import environment
 
 Progress = Callable[[str, float], None]
 
 NEEDED = ("torch", "diffusers", "transformers", "safetensors", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 READY = "ready.json"
-_CHECK = "import sdaccel.builder, sdaccel.export.to_onnx, diffusers, transformers, onnxscript, onnx, torch"
+_CHECK = """
+import onnx, onnxscript, torch
+from diffusers import AutoPipelineForText2Image, StableDiffusionPipeline, StableDiffusionXLPipeline
+from transformers import CLIPTextModel, CLIPTokenizer
+import sdaccel.builder, sdaccel.export.to_onnx
+"""
 
 
 def lacking() -> list[str]:
@@ -73,18 +81,20 @@ def _make(place: Path, progress: Progress) -> None:
     _run([sys.executable, "-m", "venv", *pip_too, str(place)], "an environment for builds cannot be made")
     python = str(_python(place))
     where = _run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "its folders are unknown")
-    borrowed = "".join(f"{path}\n" for path in _site_folders())
-    (Path(where.strip()) / "borrowed.pth").write_text(borrowed, encoding="utf-8")
+    folders = _site_folders()
+    (Path(where.strip()) / PTH).write_text("".join(f"{path}\n" for path in folders), encoding="utf-8")
     constraints = place / "constraints.txt"
     constraints.write_text(f"torch=={_installed('torch')}\n", encoding="utf-8")
     pip = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
 
     def tell(line: str) -> None:
-        words = line.split()
-        if words[:1] in (["Collecting"], ["Downloading"], ["Installing"]):
-            progress(f"preparing to build, once: {' '.join(words[:2])[:80]}", 0.0)
+        what, _, rest = line.strip().partition(" ")
+        if what in ("Collecting", "Downloading", "Installing"):
+            name = re.split(r"[-<>=!~; (]", rest)[0] if what != "Installing" else f"{rest.count(',') + 1} packages"
+            progress(f"preparing to build, once: {what.lower()} {name[:40]}", 0.0)
 
     _run([*pip, "-c", str(constraints), *_requirements()], "pip could not install what building needs", tell)
+    _run([python, "-m", "sdaccel.ui.borrowed", *folders], "what is borrowed cannot be told from the rest")
     _run([python, "-c", _CHECK], "what building needs is installed, but does not work")
     disk.overwrite(place / READY, json.dumps(_identity(), indent=1).encode())
 
@@ -100,7 +110,7 @@ def _run(command: Sequence[str], failure: str, tell: Callable[[str], None] | Non
             text=True,
             encoding="utf-8",
             errors="replace",
-            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+            env=environment(),
         )
     except OSError as error:
         raise BackendError(f"{failure}: {error}.", hint=_OTHERWISE) from error

@@ -94,7 +94,10 @@ class Services:
     # ---- models
 
     def models(self) -> list[tuple[str, str]]:
-        """(label, path) of the checkpoints to choose from: the demo, the host's, those that engines were built of."""
+        """(label, path) of the checkpoints to choose from: the host's, those that engines were built of, the demo.
+
+        The demo comes first where no other program shows the pages.
+        """
         from sdaccel.model_choice import DEMO_NAME, demo_model
 
         found = {DEMO: f"{DEMO_NAME} (ships with sdaccel)"}
@@ -109,6 +112,8 @@ class Services:
         for label, path in known:
             if str(Path(path).expanduser().resolve()) != demo:
                 found.setdefault(str(Path(path).expanduser()), label)
+        if self.host.name != Host.name:
+            found[DEMO] = found.pop(DEMO)
         labels = list(found.values())
         return [(label if labels.count(label) == 1 else f"{label} ({path})", path) for path, label in found.items()]
 
@@ -285,7 +290,7 @@ class Services:
             try:
                 return self.studio.compare(path, request, progress=task.progress, show=_show(task))
             finally:
-                if self.host.name != "sdaccel":  # the host's own model needs the memory
+                if self.host.name != Host.name:  # the host's own model needs the memory
                     self.studio.forget()
 
         return self._start("compare", "the comparison of images", work)

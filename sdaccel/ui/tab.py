@@ -187,6 +187,8 @@ def build_tab(services: Services, host: Host | None = None, first: Sequence[tupl
         outputs = [component for page in pages for component in (page.notice, *page.live)]
         bell.component.change(watching, None, outputs, show_progress="hidden", **unlimited())
         blocks.load(bell.ring, None, [bell.component], show_progress="hidden")
+    for block in blocks.blocks.values():
+        block.do_not_save_to_config = True  # A1111 and Forge would show the first start's choices at every later one
     return blocks
 
 

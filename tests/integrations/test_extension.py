@@ -227,6 +227,7 @@ def test_the_tab_opens(shim):
     assert (title, name) == ("sdaccel", "sdaccel")
     pages = [block.label for block in blocks.blocks.values() if type(block).__name__ in ("Tab", "TabItem")]
     assert pages == ["Now", "Engines", "Build", "Compare"]
+    assert all(block.do_not_save_to_config for block in blocks.blocks.values())
 
 
 def test_the_page_tells_what_ran_and_builds_what_is_made_often(shim, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 
 from sdaccel.integrations.forge import Forge
 from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
-from tests.integrations.hosts.forge import ForgeHost
+from tests.integrations.hosts.forge import Control, ForgeHost
 from tests.integrations.hosts.ldm import material
 from tests.tolerances import PIPELINE_MAX_ABS
 
@@ -94,13 +94,27 @@ def test_a_size_without_profile_runs_in_torch_and_says_so(make):
     result = setup.generate(width=128)
     assert same(result.images, setup.plain(width=128))
     assert setup.calls() == (0, 3) and "outside 8-12" in setup.reasons()["unet"]
-    assert "sdaccel in torch: unet 3 calls" in result.info
+    assert "sdaccel in torch: unet 3 calls: 128x64 pixels: no profile" in result.info
 
 
-def control(p: Any) -> None:
+def test_a_batch_too_large_is_no_reason_where_the_size_is_one(make):
+    setup = make()
+    setup.generate(width=128, batch_size=4)
+    assert "batch" not in setup.reasons()["unet"] and "width 16 is outside 8-12" in setup.reasons()["unet"]
+
+
+def control(p: Any, until: int = 9) -> None:
     unet = p.sd_model.forge_objects.unet.clone()
-    unet.control = torch.full((1,), 0.5)
+    unet.control = Control(torch.full((1,), 0.5), until)
     p.sd_model.forge_objects.unet = unet
+
+
+def test_engines_run_the_steps_that_a_controlnet_leaves_out(make):
+    setup = make()
+    setup.host.other_scripts.append(lambda p: control(p, until=2))
+    result = setup.generate()
+    assert same(result.images, setup.plain(others=[lambda p: control(p, until=2)]))
+    assert setup.calls() == (1, 2) and "ControlNet residuals" in setup.reasons()["unet"]
 
 
 def patches(p: Any) -> None:

@@ -176,6 +176,12 @@ def test_numbers_of_a_form_are_checked(field, value):
         drawing("a circle", **form)
 
 
+def test_a_hosts_checkpoints_come_before_the_demo(services, monkeypatch):
+    found = [path for _, path in services.models()]
+    monkeypatch.setattr(services, "host", replace(services.host, name=Host.name))
+    assert found[-1] == "demo" and [path for _, path in services.models()] == ["demo", *found[:-1]]
+
+
 def test_what_would_be_drawn_is_bounded(services):
     for change in ({"width": 60}, {"height": 8192}, {"count": 17}, {"prompt": " "}):
         asked = replace(drawing("a circle", 64, 64, 1, 0, 1.0), **change)

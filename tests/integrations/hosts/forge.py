@@ -60,6 +60,17 @@ class KModel(nn.Module):
         return x - out.float() * sigma
 
 
+class Control:
+    """A ControlNet: residuals for the first ``until`` steps, None after."""
+
+    def __init__(self, residuals: torch.Tensor, until: int):
+        self.residuals, self.left = residuals, until
+
+    def get_control(self) -> torch.Tensor | None:
+        self.left -= 1
+        return self.residuals if self.left >= 0 else None
+
+
 class Patcher:
     def __init__(self, model: Any):
         self.model = model
@@ -197,7 +208,7 @@ class ForgeHost(Scripted):
         if config.in_channels > 4:
             c["c_concat"] = torch.zeros(len(x), config.in_channels - 4, *x.shape[2:])
         if unet.control is not None:
-            c["control"] = unet.control
+            c |= {"control": unet.control.get_control(), "control_model": unet.control}
         wrapper = unet.model_options.get("model_function_wrapper")
         if wrapper is None:
             return unet.model.apply_model(x, sigma, **c)
