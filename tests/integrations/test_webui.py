@@ -153,7 +153,7 @@ def test_a_size_without_profile_runs_in_torch_and_says_so(make):
     assert same(result.images, setup.plain(width=128, height=64))
     assert setup.calls() == (0, 3)
     assert "width 16 is outside 8-12" in setup.reasons()["unet"]
-    assert "sdaccel in torch: unet 3 calls: no profile" in result.info
+    assert "sdaccel in torch: unet 3 calls: 128x64 pixels: no profile" in result.info
     assert "unet ran in torch" in result.comments
 
 
@@ -400,7 +400,7 @@ def test_a_broken_engine_leaves_the_host_alive(make, tmp_path):
 def test_an_output_that_cannot_be_is_computed_again(make, monkeypatch):
     setup = make()
 
-    def broken(context, inputs, report):
+    def broken(context, inputs, report, pixels=1):
         return {spec.name: torch.full((2,), torch.nan) for spec in context.engines[0].engine.outputs}
 
     monkeypatch.setattr(host, "run_in_parts", broken)
