@@ -341,6 +341,10 @@ def generate(
     image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="An image to start from.")] = None,
     strength: Annotated[float, typer.Option("--strength", metavar="0..1", help="How far to leave that image.")] = 0.8,
     mask: Annotated[Path | None, typer.Option("--mask", metavar="FILE", help="White where to draw anew.")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", metavar="FILE[:STRENGTH]", help="May be repeated. What they change runs in torch."),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The PNG; {seed} and {index} are filled in.")
     ] = Path("image-{seed}.png"),
@@ -383,6 +387,7 @@ def generate(
         image,
         mask,
         strength,
+        _loras(lora),
     )
     paths = images.output_paths(output.expanduser(), [first + at for at in range(count)], force=force)
     checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
@@ -421,6 +426,15 @@ def generate(
         console.say(f"Nothing was saved: {'; '.join(result.failed)}")
         return DIFFERS
     return OK
+
+
+def _loras(texts: list[str] | None) -> tuple[Any, ...]:
+    from sdaccel.lora import Lora
+
+    found = tuple(map(Lora.parse, texts or ()))
+    for each in found:
+        each.check()
+    return found
 
 
 @app.command()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdaccel.errors import ModelError, SettingError, StoreError
+from sdaccel.lora import Lora, applied
 from sdaccel.profile import ImageProfile, Range
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Request:
     image: Path | None = None
     mask: Path | None = None
     strength: float = 0.8
+    loras: tuple[Lora, ...] = ()
 
     def __post_init__(self) -> None:
         limits: tuple[tuple[str, float, float, float], ...] = (
@@ -271,6 +273,18 @@ def generate(
     on_step: gets the latents, (images, channels, height, width), after each step.
     Raises SettingError with the host's own words for what it refuses, such as a side that is no multiple of 8.
     """
+    with applied(pipe, request.loras):
+        return _generate(pipe, request, at_once, model, progress, on_step)
+
+
+def _generate(
+    pipe: Any,
+    request: Request,
+    at_once: int,
+    model: str,
+    progress: Progress | None,
+    on_step: Callable[[Any], None] | None,
+) -> Result:
     import torch
 
     from sdaccel.runtime import RunReport
@@ -377,7 +391,7 @@ def parameters(request: Request, seed: int, size: tuple[int, int], scheduler: st
     if request.image is not None:
         facts.append(("Denoising strength", f"{request.strength:g}"))
     facts.append(("Version", f"sdaccel {__version__}"))
-    lines = [request.prompt]
+    lines = [" ".join([request.prompt, *(f"<lora:{lora.name}:{lora.scale:g}>" for lora in request.loras)])]
     if request.negative:
         lines.append(f"Negative prompt: {request.negative}")
     return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts)])

@@ -18,7 +18,7 @@ RANKS = [
     {"models", "engine", "presets"},
     {"export", "graph", "backends", "eager"},
     {"builder", "runtime", "adapters"},
-    {"integrations", "jobs", "quality", "listing", "model_choice"},
+    {"integrations", "jobs", "quality", "listing", "model_choice", "lora"},
     {"bench", "generate", "page", "verify", "quickstart", "doctor"},
     {"ui", "console", "cli", "__main__"},
 ]

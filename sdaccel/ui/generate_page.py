@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
@@ -15,11 +15,6 @@ from sdaccel.ui.services import MOST_IMAGES, MOST_SIDE, Services
 from sdaccel.ui.tab import Bell, Changes, drawing, fresh, guarded, slot
 
 PROMPT = "a red circle on a blue background"
-LORA = (
-    "Not there yet: engines cannot take LoRAs so far."
-    if importlib.util.find_spec("sdaccel.adapters") is None
-    else "Not on this page yet: sdaccel.adapters takes LoRAs in Python."
-)
 
 
 class GeneratePage:
@@ -52,7 +47,10 @@ class GeneratePage:
                     with gr.Accordion("Sampler, LoRA and engines", open=False):
                         samplers = [("the model's own", ""), *((name, name) for name in SCHEDULERS)]
                         sampler = gr.Dropdown(samplers, value="", label="Sampler")
-                        gr.Textbox(label="LoRA", value="", interactive=False, info=LORA)
+                        loras = gr.Textbox(
+                            label="LoRA", placeholder="/path/to/style.safetensors:0.8", lines=1, max_lines=8,
+                            info="Files and their strength, one a line. What they change runs in torch.",
+                        )  # fmt: skip
                         engines = gr.Checkbox(value=True, label="Use engines", info="Off: plain torch draws it all.")
             with gr.Column(scale=3, min_width=320, elem_classes=["sd-result"]):
                 self.notice = slot()
@@ -77,9 +75,10 @@ class GeneratePage:
 
         @guarded(self.notice)
         def draw(model_: Any, prompt_: Any, negative_: Any, w: Any, h: Any, n: Any, g: Any, s: Any, many: Any,
-                 sampler_: Any, by_engines: Any) -> Changes:  # fmt: skip
+                 sampler_: Any, loras_: Any, by_engines: Any) -> Changes:  # fmt: skip
             text = str(s if s is not None else "").strip()
             request = drawing(prompt_, w, h, n, text or None, g, many, negative_, sampler_)
+            request = replace(request, loras=services.loras(loras_))
             services.draw(model_, request, engines=by_engines is not False)
             return {self.notice: "", self.report: "", self.gallery: [], **bell.ring()}
 
@@ -92,7 +91,7 @@ class GeneratePage:
             native, scale = usual(services.model(model_))
             return {width: native, height: native, guide: scale, self.notice: ""}
 
-        fields = [model, prompt, negative, width, height, steps, guide, seed, count, sampler, engines]
+        fields = [model, prompt, negative, width, height, steps, guide, seed, count, sampler, loras, engines]
         quiet = {"show_progress": "hidden"}
         outputs = [self.notice, self.report, self.gallery, bell.component]
         drawing_.click(draw, fields, outputs, **quiet)

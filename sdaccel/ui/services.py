@@ -19,6 +19,7 @@ import platformdirs
 from sdaccel import settings
 from sdaccel.engine.store import Store
 from sdaccel.errors import EngineBroken, SdaccelError, SettingError, StoreError
+from sdaccel.lora import Lora
 from sdaccel.ui import builder_python
 from sdaccel.ui.preflight import Preflight, preflight
 from sdaccel.ui.process import environment
@@ -303,6 +304,16 @@ class Services:
 
         show = _show(task)
         return compare_by(python, self.store, model, request, progress=task.progress, show=show, running=running)
+
+    def loras(self, text: Any) -> tuple[Lora, ...]:
+        """``FILE`` or ``FILE:STRENGTH``, one a line. Raises SettingError."""
+        lines = [line for line in str(text or "").splitlines() if line.strip()]
+        if lines:
+            self.host.permit("opening LoRA files")
+        found = tuple(map(Lora.parse, lines))
+        for lora in found:
+            lora.check()
+        return found
 
     def draw(self, model: Any, request: Request, *, engines: bool = True) -> Task:
         """Images, saved in the output folder: the result is a `sdaccel.generate.Result`."""

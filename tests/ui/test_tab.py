@@ -15,6 +15,7 @@ import pytest
 
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError, StoreError
+from sdaccel.lora import Lora
 from sdaccel.ui import fragments as html
 from sdaccel.ui import tab as module
 from sdaccel.ui.preflight import Part, Preflight
@@ -226,6 +227,23 @@ def test_another_python_compares_where_this_one_cannot(services, tmp_path, monke
     assert task.wait(10) and task.state == "cancelled"
     task = services.compare(str(tmp_path / "none.safetensors"), request)
     assert task.wait(60) and task.state == "failed" and "none.safetensors" in task.message
+
+
+def test_loras_are_files_one_a_line(services, tmp_path, monkeypatch):
+    style = tmp_path / "ink.safetensors"
+    style.touch()
+    assert services.loras("") == services.loras(None) == ()
+    assert services.loras(f"\n {style}\n{style}:0.5 ") == (Lora(style), Lora(style, 0.5))
+    for text, said in (
+        (f"{style}:20", "not between"),
+        (tmp_path / "no.safetensors", "is not there"),
+        (tmp_path, "no .saf"),
+    ):
+        with pytest.raises(SettingError, match=said):
+            services.loras(text)
+    monkeypatch.setattr(services, "host", Host("test", remote=True))
+    with pytest.raises(SettingError, match="opening LoRA files is refused"):
+        services.loras(style)
 
 
 def test_drawing_saves_what_it_drew_and_stops_when_asked(services):
