@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import gradio as gr
 
 from sdaccel.engine.store import Store
 from sdaccel.ui.services import Host, Services
-from sdaccel.ui.tab import CUSTOM, build_tab
+from sdaccel.ui.tab import CUSTOM, LINGER_SECONDS, POLL_SECONDS, build_tab
 
 PLACES = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
 
@@ -29,7 +30,7 @@ def chromium() -> str | None:
 def try_in_a_host(browser: Any, services: Services) -> None:
     """Builds the tab, serves it, sees what it lists, presses a button, is told of a mistake, builds and cancels."""
     inner = build_tab(services, services.host)
-    with gr.Blocks(analytics_enabled=False) as host, gr.Tabs(), gr.TabItem("sdaccel"):
+    with gr.Blocks(analytics_enabled=False) as host, gr.Tabs(), gr.TabItem("sdaccel", elem_id="tab_sdaccel"):
         inner.render()
     host.queue(64) if gr.__version__.startswith("3.") else host.queue()
     _, url, _ = host.launch(server_name="127.0.0.1", share=False, prevent_thread_lock=True, quiet=True)
@@ -41,6 +42,7 @@ def try_in_a_host(browser: Any, services: Services) -> None:
         page.get_by_text(f"{engines} engines" if engines else "No engines yet").wait_for()
         button(page, "Inspect").click()
         page.get_by_text("No engine is chosen").wait_for()
+        open_again(page, services)
         tab(page, "Build")
         page.get_by_text("Every figure is an estimate").wait_for()
         page.get_by_label("Sizes").first.click()
@@ -55,6 +57,35 @@ def try_in_a_host(browser: Any, services: Services) -> None:
     finally:
         page.close()
         host.close()
+
+
+SCRIPT = Path(__file__).parents[2] / "extension" / "javascript" / "sdaccel.js"
+WEBUI = """
+    const gradioApp = () => document;
+    const get_uiCurrentTabContent = () => document.getElementById("tab_sdaccel");
+    const updateInput = (target) => target.dispatchEvent(new Event("input", {bubbles: true}));
+    const onUiTabChange = (opened) => opened();
+"""
+
+
+def open_again(page: Any, services: Services) -> None:
+    """The page rests; the web UI tells the extension's script that our tab was opened: the page looks what is new."""
+    page.wait_for_timeout(1000 * (LINGER_SECONDS + 4 * POLL_SECONDS))
+    looked, jobs = threading.Event(), services.queue.jobs
+
+    def seen() -> Any:
+        looked.set()
+        return jobs()
+
+    services.queue.jobs = seen  # type: ignore[method-assign]
+    try:
+        if looked.wait(2 * POLL_SECONDS):
+            raise AssertionError("the page does not rest")
+        page.evaluate(f"() => {{{WEBUI}{SCRIPT.read_text(encoding='utf-8')}}}")
+        if not looked.wait(10):
+            raise AssertionError("the page did not look")
+    finally:
+        del services.queue.jobs
 
 
 def button(page: Any, name: str) -> Any:
