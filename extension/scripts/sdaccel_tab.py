@@ -43,11 +43,10 @@ def services():
     """What stands behind the tab and the routes: one for the process, through every reload of the page."""
     from sdaccel.integrations.host import kept
     from sdaccel.integrations.routes import open_to_others
-    from sdaccel.ui.process import COMMAND
     from sdaccel.ui.services import Host, Services
 
     found = kept("services", str(web.store.root), lambda: Services(web.store))
-    found.queue.command = [web.option("sdaccel_python", "") or COMMAND[0], *COMMAND[1:]]
+    found.work_by(web.option("sdaccel_python", ""))
     found.host = Host(web.name, web.models, open_to_others(shared.cmd_opts) is not None)
     return found
 

@@ -121,8 +121,11 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def preflight(request: BuildRequest, store: Store) -> Preflight:
-    """What building ``request`` into ``store`` would need. Raises what `sdaccel.ui.requests.parse` raises."""
+def preflight(request: BuildRequest, store: Store, python: str = "") -> Preflight:
+    """What building ``request`` into ``store`` would need. Raises what `sdaccel.ui.requests.parse` raises.
+
+    python: what builds instead of this Python, if it is another.
+    """
     from sdaccel.backends.base import pick_backend
     from sdaccel.builder import buildable_components
 
@@ -145,7 +148,7 @@ def preflight(request: BuildRequest, store: Store) -> Preflight:
     everything = tuple(part.covered_by for part in parts if part.covered_by is not None)
     warnings = [*_room(disk, disk_free, store), *_memory_warnings(memory, vram), *_device_warnings(request, backend)]
     warnings += known.stale(profiles)
-    if not builder_python.is_ready(store.root):
+    if not python and not builder_python.is_ready(store.root):
         warnings.append(
             f"This Python lacks what building needs ({', '.join(builder_python.lacking())}): the first build installs "
             f"it, about 0.4 GB, into {builder_python.folder(store.root)}. Nothing else changes."

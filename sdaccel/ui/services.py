@@ -22,7 +22,7 @@ from sdaccel.errors import EngineBroken, SdaccelError, SettingError, StoreError
 from sdaccel.lora import Lora
 from sdaccel.ui import builder_python
 from sdaccel.ui.preflight import Preflight, preflight
-from sdaccel.ui.process import environment
+from sdaccel.ui.process import COMMAND, environment
 from sdaccel.ui.queue import BuildQueue, Job, open_queue
 from sdaccel.ui.requests import DEMO, BuildRequest, problems
 from sdaccel.ui.rows import (
@@ -81,6 +81,8 @@ class Services:
     def __post_init__(self) -> None:
         self.queue: BuildQueue = open_queue(self.store)
         self.tasks: dict[str, Task] = {}
+        self.python = ""
+        """The Python that builds, verifies and compares; empty: this one, or the one that it puts aside."""
         self._studio: Studio | None = None
         self._lock = threading.Lock()
         self._exports: tempfile.TemporaryDirectory[str] | None = None
@@ -91,6 +93,14 @@ class Services:
         self.queue.close()
         if self._exports is not None:
             self._exports.cleanup()
+
+    def work_by(self, python: str) -> None:
+        """Has ``python`` build, verify and compare from now on; empty: see `builder_python`."""
+        self.python = python
+        self.queue.command = [python or COMMAND[0], *COMMAND[1:]]
+
+    def _worker(self, task: Task) -> str:
+        return self.python or builder_python.ready(self.store.root, task.progress)
 
     # ---- models
 
@@ -139,7 +149,7 @@ class Services:
         if found:
             return found, None
         try:
-            return {}, preflight(request, self.store)
+            return {}, preflight(request, self.store, self.python)
         except SdaccelError as error:
             return {"model": str(error)}, None
 
@@ -271,9 +281,10 @@ class Services:
             raise SettingError("no engine is chosen.", hint="Choose some in the list above the buttons.")
 
         def work(task: Task) -> list[dict[str, Any]]:
+            python, share = self._worker(task), 1 / len(wanted)
             found = []
             for number, (origin, components) in enumerate(wanted.items()):
-                found.append(_verified(task, origin, components, self.store, number / len(wanted), 1 / len(wanted)))
+                found.append(_verified(task, python, origin, components, self.store, number * share, share))
             for document in found:
                 document["components"] = [check for check in document["components"] if check["engine"] in keys]
             return found
@@ -285,7 +296,7 @@ class Services:
         path, request = self.model(model), _bounded(request)
 
         def work(task: Task) -> Any:
-            python = builder_python.ready(self.store.root, task.progress)
+            python = self._worker(task)
             if python != sys.executable:
                 return self._compared_by(python, path, request, task)
             try:
@@ -380,10 +391,9 @@ _STAGE = re.compile(r"sdaccel: +(\d+) % (.*)")
 
 
 def _verified(
-    task: Task, origin: str, components: Iterable[str], store: Store, begin: float, share: float
+    task: Task, python: str, origin: str, components: Iterable[str], store: Store, begin: float, share: float
 ) -> dict[str, Any]:
     """What ``sdaccel verify`` says, run as a program: it needs the exporter, and may be stopped at any moment."""
-    python = builder_python.ready(store.root, task.progress)
     command = [python, "-m", "sdaccel", "verify", origin, "--json", "--store", str(store.root)]
     for component in dict.fromkeys(components):
         command += ["--component", component]

@@ -235,3 +235,14 @@ def test_wrong_requests_raise(tmp_path):
 
 def test_durations_in_words():
     assert [duration_text(seconds) for seconds in (0.2, 40, 200, 4800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]
+
+
+def test_what_the_first_build_installs_is_told(tiny_store, monkeypatch):
+    from sdaccel.ui import builder_python
+
+    request, store = BuildRequest(model=str(tiny_store.model), resolutions=("64",)), Store(tiny_store.store)
+    assert not any("lacks" in text for text in preflight(request, store).warnings)
+    monkeypatch.setattr(builder_python, "lacking", lambda: ["diffusers", "transformers 4.30.2"])
+    (told,) = [text for text in preflight(request, store).warnings if "lacks" in text]
+    assert "diffusers, transformers 4.30.2" in told and str(builder_python.folder(store.root)) in told
+    assert not any("lacks" in text for text in preflight(request, store, "/own/python").warnings)

@@ -204,13 +204,18 @@ def test_comparing_gives_both_images_and_what_differs(services):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the other Python is a shell script")
-def test_another_python_compares_where_this_one_cannot(services, tmp_path, monkeypatch):
+@pytest.mark.parametrize("chosen", [False, True])
+def test_another_python_compares_where_this_one_cannot(chosen, services, tmp_path, monkeypatch):
     from sdaccel.ui import builder_python
 
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexec {sys.executable} "$@"\n', encoding="utf-8")
     other.chmod(0o755)
-    monkeypatch.setattr(builder_python, "ready", lambda store, progress: str(other))
+    if chosen:
+        services.work_by(str(other))
+        assert services.queue.command[0] == str(other)
+    else:
+        monkeypatch.setattr(builder_python, "ready", lambda store, progress: str(other))
     here, request = services.studio, drawing("circle", 64, 64, 2, 3, 5.0)
     monkeypatch.setattr(here, "compare", None)
     task = services.compare("tiny", request)
