@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sdaccel.integrations.forge import Forge
+from sdaccel.integrations.host_watch import differs_from_file
 from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
 from tests.integrations.hosts.forge import Control, ForgeHost
 from tests.integrations.hosts.ldm import material
@@ -222,6 +223,14 @@ def test_edited_weights_are_noticed(make):
         setup.unet.out._modules["2"].weight.add_(0.05)
     setup.generate()
     assert setup.calls() == (0, 3) and "weights differ" in setup.reasons()["unet"]
+
+
+def test_weights_in_eight_bits_are_not_the_files(make):
+    setup = make()
+    last = setup.unet.out._modules["2"]
+    last.weight.data = last.weight.data.to(torch.float8_e4m3fn)
+    found = differs_from_file(setup.forge.engines(setup.forge.loaded()).component("unet"), setup.unet)
+    assert found and "in float8_e4m3fn" in found
 
 
 def test_an_additional_vae_is_not_the_checkpoints(make):
