@@ -19,7 +19,7 @@ SAMPLES = 16
 
 
 def differs_from_file(component: Component, module: nn.Module) -> str | None:
-    """How the module's weights differ from those of its file, rounded to its dtype (of 16 bits at least); None if they do not.
+    """How the module's weights differ from those of its file, rounded to its 16 bits or more; None if they do not.
 
     Compares names, shapes and 16 values of each weight: a merge in memory, another file under the same name, quantized
     weights or added layers show in that.
@@ -34,7 +34,7 @@ def differs_from_file(component: Component, module: nn.Module) -> str | None:
         if now.numel() != ref.count or not now.is_floating_point():
             return f"{place.ldm} is stored as {list(now.shape)} {_dtype(now)}, the file has {list(ref.shape)}"
         if now.element_size() < 2:
-            return f"the host holds the {component.name} in {_dtype(now)}, which draws other images than the file's weights"
+            return f"the host holds the {component.name} in {_dtype(now)}, which makes other images than the file"
         count = max(now.numel(), 1)
         places = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64).round().long()
         expected = ref.read().reshape(-1)[places].to(now.dtype).float()
