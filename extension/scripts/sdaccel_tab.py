@@ -87,9 +87,9 @@ if web is not None:
     script_callbacks.on_ui_settings(web.settings)
     script_callbacks.on_model_loaded(web.loaded_callback)
     script_callbacks.on_script_unloaded(web.unload)
+    script_callbacks.on_cfg_denoiser(web.before_step)
     if not FORGE:
         script_callbacks.on_list_unets(web.list_unets)
-        script_callbacks.on_cfg_denoiser(web.before_step)
 
 
 class SdaccelScript(scripts.Script):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,8 @@ class Forge(WebHost):
 
     def __init__(self, host: Any = None):
         super().__init__(host_modules() if host is None else host)
+        self._sampled: weakref.ref[Any] | None = None
+        """The model whose patchers carry our wrappers in the sampling under way."""
 
     # what the host has
 
@@ -128,8 +131,18 @@ class Forge(WebHost):
 
     def before_sampling(self, p: Any) -> None:
         """Script.process_before_every_sampling: each pass of hires fix has patchers of its own."""
-        self._wrap_vae(p.sd_model)
-        objects, loaded = getattr(p.sd_model, "forge_objects", None), self.loaded()
+        self._wrap(p.sd_model)
+
+    def before_step(self, params: Any = None) -> None:
+        """on_cfg_denoiser: a refiner that came in during the sampling has patchers of its own too."""
+        model = self._model()
+        if self._sampled is not None and self._sampled() is not model:
+            self._wrap(model)
+
+    def _wrap(self, sd_model: Any) -> None:
+        self._wrap_vae(sd_model)
+        objects, loaded = getattr(sd_model, "forge_objects", None), self.loaded()
+        self._sampled = None if sd_model is None else weakref.ref(sd_model)
         if objects is None or loaded is None:
             return
         unet = objects.unet.clone()

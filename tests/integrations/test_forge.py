@@ -11,7 +11,7 @@ import torch
 from sdaccel.integrations.forge import Forge
 from sdaccel.integrations.host_watch import differs_from_file
 from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
-from tests.integrations.hosts.forge import Control, ForgeHost
+from tests.integrations.hosts.forge import Control, ForgeHost, Model
 from tests.integrations.hosts.ldm import material
 from tests.tolerances import PIPELINE_MAX_ABS
 
@@ -46,6 +46,7 @@ def make():
         forge = Forge(host)
         host.script = Script(forge)
         host.loaded_callbacks.append(forge.loaded_callback)
+        host.step_callbacks.append(forge.before_step)
         host.load(material().files[model])
         return Setup(host, forge)
 
@@ -116,6 +117,14 @@ def test_engines_run_the_steps_that_a_controlnet_leaves_out(make):
     result = setup.generate()
     assert same(result.images, setup.plain(others=[lambda p: control(p, until=2)]))
     assert setup.calls() == (1, 2) and "ControlNet residuals" in setup.reasons()["unet"]
+
+
+def test_a_refiner_is_asked_for_its_own_engines(make):
+    setup = make()
+    setup.host.refiner = (1, material().files["other"])
+    setup.generate(steps=3)
+    assert setup.calls() == (1, 2) and setup.calls("vae_decoder") == (0, 1)
+    assert "no engine of unet for other" in setup.reasons()["unet"]
 
 
 def patches(p: Any) -> None:
@@ -262,7 +271,7 @@ def test_nothing_stays_in_the_host(make):
 
 def test_a_model_that_is_none_of_ours_is_left_alone(make):
     setup = make()
-    setup.host.sd_models.model_data.sd_model = SimpleNamespace(forge_objects=None, sd_checkpoint_info=None)
+    setup.host.sd_models.model_data.sd_model = Model(forge_objects=None, sd_checkpoint_info=None)
     p = SimpleNamespace(sd_model=setup.host.model, extra_generation_params={})
     setup.forge.begin(p)
     setup.forge.before_sampling(p)

@@ -128,6 +128,10 @@ class VaePatcher:
         return self.encode_inner(pixels) if wrapper is None else wrapper(self.encode_inner, pixels)
 
 
+class Model(SimpleNamespace):
+    """A diffusion engine of the host: the patchers of a checkpoint."""
+
+
 class ForgeHost(Scripted):
     """The host: `shared`, `devices` and `sd_models` as its modules are."""
 
@@ -141,6 +145,10 @@ class ForgeHost(Scripted):
         self.other_scripts: list[Any] = []
         """Called with p before every sampling, before ours."""
         self.loaded_callbacks: list[Any] = []
+        self.step_callbacks: list[Any] = []
+        """on_cfg_denoiser."""
+        self.refiner: tuple[int, Path] | None = None
+        """(step, checkpoint): loaded in the middle of the sampling."""
 
     @property
     def model(self) -> Any:
@@ -148,7 +156,7 @@ class ForgeHost(Scripted):
 
     def load(self, path: Path) -> Any:
         original = SimpleNamespace(unet=Patcher(KModel(UNet(path))), vae=VaePatcher(Vae(path)))
-        self.sd_models.model_data.sd_model = SimpleNamespace(
+        self.sd_models.model_data.sd_model = Model(
             sd_checkpoint_info=next(c for c in self.sd_models.checkpoints_list.values() if c.filename == str(path)),
             forge_objects_original=original,
             forge_objects=copy.copy(original),
@@ -174,8 +182,7 @@ class ForgeHost(Scripted):
         for script in self.other_scripts:
             script(p)
         self._script("process_before_every_sampling", p)
-        unet = self.model.forge_objects.unet
-        config = unet.model.diffusion_model.inner[0].config
+        config = self.model.forge_objects.unet.model.diffusion_model.inner[0].config
         x = torch.randn(p.batch_size, 4, height // FACTOR, width // FACTOR)
         x = x * 2 if latents is None else latents + 0.3 * x
         generator = torch.Generator().manual_seed(p.seed)
@@ -184,6 +191,11 @@ class ForgeHost(Scripted):
             p.batch_size, 1, 1
         )
         for step in range(p.steps):
+            if self.refiner is not None and step == self.refiner[0]:
+                self.load(self.refiner[1])
+            for callback in self.step_callbacks:
+                callback(None)
+            unet = self.model.forge_objects.unet
             sigma = torch.full((p.batch_size,), 2.0 / (step + 1))
             if p.tokens == p.negative_tokens:
                 both = self._apply(
