@@ -47,7 +47,7 @@ def services():
 
     found = kept("services", str(web.store.root), lambda: Services(web.store))
     found.work_by(web.option("sdaccel_python", ""))
-    found.host = Host(web.name, web.models, open_to_others(shared.cmd_opts) is not None)
+    found.host = Host(web.name, web.models, open_to_others(shared.cmd_opts) is not None, web.components)
     return found
 
 

@@ -73,6 +73,8 @@ class WebHost:
     """A WebUI: what it has loaded, its options, the report of its generation. Subclasses know how to ask it."""
 
     name = ""
+    components = ("unet", "vae_decoder", "vae_encoder")
+    """What engines can run of a checkpoint here."""
 
     def __init__(self, host: Any) -> None:
         """``host``: its modules, ``shared`` and ``sd_models`` among them."""

@@ -141,6 +141,8 @@ class Routes:
         return {"builds": [job.to_json() for job in self.queue().jobs()]}
 
     def build(self, path: Mapping[str, str], body: Any) -> Any:
+        if isinstance(body, dict):
+            body = {"components": list(self.web.components), **body}
         return self.queue().submit(self.request(body)).to_json()
 
     def one_build(self, path: Mapping[str, str], body: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
@@ -35,6 +36,7 @@ class HostPage:
         @guarded(self.notice)
         def build(text: Any) -> Changes:
             request = BuildRequest.from_json(self.offer(text).request())
+            request = replace(request, components=services.host.components or None)
             services.build([request])
             return {self.notice: html.notice(f"{request.name} is queued: see the Build page.", "ok"), **bell.ring()}
 

@@ -54,6 +54,8 @@ class Host:
     """(label, path) of the checkpoints that it knows of."""
     remote: bool = False
     """Whether others than this machine's user may reach the pages without a password."""
+    components: tuple[str, ...] = ()
+    """What it runs of a checkpoint by engines; empty: all there is."""
 
     @property
     def allowed(self) -> bool:

@@ -416,7 +416,7 @@ class BuildPage:
                 with gr.Accordion("Components and precision", open=False):
                     components = gr.CheckboxGroup(
                         [(html.name(component), component) for component in COMPONENTS],
-                        value=[],
+                        value=list(services.host.components),
                         label="Components",
                         info="None chosen: all that the checkpoint has.",
                     )

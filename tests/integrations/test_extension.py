@@ -266,6 +266,7 @@ def test_the_page_tells_what_ran_and_builds_what_is_made_often(shim, tmp_path, m
 
     click("Build it")
     assert (built[0].resolutions, built[0].batches, built[0].tokens) == (("832x1216",), ("1-2",), ("77-154",))
+    assert built[0].components == module.web.components == ("unet", "vae_decoder", "vae_encoder")
     click("Not wanted")
     assert not module.web.offers() and "no size is chosen" in str(click("Build it")).lower()
 

@@ -72,6 +72,7 @@ def make(tmp_path):
         web = SimpleNamespace(
             store=Store(tmp_path / "store"),
             report=RunReport(),
+            components=("unet", "vae_decoder"),
             offers=lambda: [Offer("a.safetensors", 64, 96, 1, 77, 5)],
         )
         (tmp_path / "store" / "engines" / KEY).mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,10 @@ def test_engines_and_builds(make):
     assert client.delete(f"/sdaccel/v1/engines/{KEY[:12]}").json() == {"freed": 7} and client.deleted == [KEY]
     assert client.delete("/sdaccel/v1/engines/ffffffff").status_code == 404
     sent = {"model": "a.safetensors", "resolutions": ["512"]}
-    assert client.post("/sdaccel/v1/builds", json=sent).json()["request"] == sent
+    taken = client.post("/sdaccel/v1/builds", json=sent).json()["request"]
+    assert taken == sent | {"components": ["unet", "vae_decoder"]}, "what the host runs, unless it says otherwise"
+    other = sent | {"components": ["text_encoder"]}
+    assert client.post("/sdaccel/v1/builds", json=other).json()["request"] == other
     assert client.get("/sdaccel/v1/builds").json()["builds"][0]["id"] == "1"
     assert client.get("/sdaccel/v1/builds/1").json()["log"] == "a line"
     assert client.delete("/sdaccel/v1/builds/1").json()["state"] == "cancelled"
