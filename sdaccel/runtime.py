@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -164,6 +163,10 @@ def _calls(number: int) -> str:
     return "1 call" if number == 1 else f"{number} calls"
 
 
+Shapes = tuple[tuple[str, torch.Size], ...]
+"""Of a call's inputs by name."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """An engine and one of its profiles."""
@@ -196,7 +199,7 @@ class ExecutionContext:
             for index, profile in enumerate(entry.engine.profiles)
         ]
         self._specs = {spec.name: spec for entry in self.engines[:1] for spec in entry.engine.inputs}
-        self._chosen: dict[tuple[tuple[str, torch.Size], ...], Candidate] = {}
+        self._chosen: dict[Shapes, Candidate] = {}
         self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
         self._broken: dict[str, Exception] = {}
         self._full: dict[Any, OutOfMemory] = {}
@@ -222,13 +225,18 @@ class ExecutionContext:
         if not self.candidates:
             raise UnsupportedCall(f"no engine of {self.component} is in the store.", hint="Run: sdaccel build")
         with self._lock:
-            candidate, engine = self._ready(inputs)
+            shapes = _shapes(inputs)
+            candidate, engine = self._ready(inputs, shapes)
             for key, error in self._broken.items():
                 report.note(f"{self.component}: the engine {key[:12]} is left out: {error}")
             clock = GpuTime() if self.device == "cuda" else None
             start = time.perf_counter()
-            with self._while_there_is_memory(_shapes(inputs)):
+            try:
+                self._refuse_if_full(shapes)
                 results = engine.run(inputs, outputs, candidate.index)
+            except OutOfMemory as error:
+                self._full[shapes] = error
+                raise
             elapsed = (time.perf_counter() - start) * 1e3 if clock is None else clock.stop()
         report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, elapsed)
         return results
@@ -248,40 +256,34 @@ class ExecutionContext:
                 else:
                     engine.renew()
 
-    def _ready(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Candidate, LoadedEngine]:
+    def _ready(self, inputs: Mapping[str, torch.Tensor], shapes: Shapes) -> tuple[Candidate, LoadedEngine]:
         """The engine to run, loaded. One that turns out to be broken is left out from then on."""
         while True:
-            candidate = self._choose(inputs)
+            candidate = self._choose(inputs, shapes)
             try:
-                with self._while_there_is_memory(candidate.plan):
-                    return candidate, self._load(candidate)
-            except OutOfMemory:
+                self._refuse_if_full(candidate.plan)
+                return candidate, self._load(candidate)
+            except OutOfMemory as error:
+                self._full[candidate.plan] = error
                 raise
             except (EngineBroken, EngineNotFound, BackendError) as error:
                 self._broken[candidate.entry.key] = error
             except OSError as error:
                 self._broken[candidate.entry.key] = EngineBroken(f"{candidate.entry.path} cannot be read: {error}.")
 
-    @contextmanager
-    def _while_there_is_memory(self, what: Any) -> Iterator[None]:
+    def _refuse_if_full(self, what: Any) -> None:
         """Raises at once what ``what`` raised before: to try again at every step would cost more than torch."""
-        if what in self._full:
+        if self._full and what in self._full:
             raise self._full[what]
-        try:
-            yield
-        except OutOfMemory as error:
-            self._full[what] = error
-            raise
 
-    def _choose(self, inputs: Mapping[str, torch.Tensor]) -> Candidate:
-        asked = _shapes(inputs)
-        known = self._chosen.get(asked)
+    def _choose(self, inputs: Mapping[str, torch.Tensor], shapes: Shapes) -> Candidate:
+        known = self._chosen.get(shapes)
         if known is None or known.entry.key in self._broken:
             sizes = axis_sizes(self.component, self._specs, inputs)
             alive = [candidate for candidate in self.candidates if candidate.entry.key not in self._broken]
             if not alive:
                 raise next(iter(self._broken.values()))
-            known = self._chosen[asked] = alive[choose([candidate.profile for candidate in alive], sizes)]
+            known = self._chosen[shapes] = alive[choose([candidate.profile for candidate in alive], sizes)]
         return known
 
     def _load(self, candidate: Candidate) -> LoadedEngine:
@@ -300,7 +302,7 @@ class ExecutionContext:
         return self._loaded[candidate.plan]
 
 
-def _shapes(inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[str, torch.Size], ...]:
+def _shapes(inputs: Mapping[str, torch.Tensor]) -> Shapes:
     return tuple((name, tensor.shape) for name, tensor in inputs.items())
 
 
