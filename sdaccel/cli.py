@@ -367,6 +367,7 @@ def generate(
     from dataclasses import replace
 
     from sdaccel import generate as images
+    from sdaccel.lora import chosen
     from sdaccel.progress import terminal_progress
 
     if build not in ("never", "if-missing"):
@@ -387,7 +388,7 @@ def generate(
         image,
         mask,
         strength,
-        _loras(lora),
+        chosen(lora or ()),
     )
     paths = images.output_paths(output.expanduser(), [first + at for at in range(count)], force=force)
     checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
@@ -426,15 +427,6 @@ def generate(
         console.say(f"Nothing was saved: {'; '.join(result.failed)}")
         return DIFFERS
     return OK
-
-
-def _loras(texts: list[str] | None) -> tuple[Any, ...]:
-    from sdaccel.lora import Lora
-
-    found = tuple(map(Lora.parse, texts or ()))
-    for each in found:
-        each.check()
-    return found
 
 
 @app.command()

@@ -162,12 +162,17 @@ def _packages(facts: dict[str, Any], problems: list[Problem], store: Path | str 
 
 
 def _version(package: Package, module: Any) -> str:
-    for name in (package.name, f"{package.name}-gpu", f"{package.name}-directml"):
+    return installed(package.name) or str(getattr(module, "__version__", "0"))
+
+
+def installed(name: str) -> str | None:
+    """The version of a package that is installed under ``name``, or under that of its build for another device."""
+    for form in (name, f"{name}-gpu", f"{name}-directml"):
         try:
-            return metadata.version(name)
+            return metadata.version(form)
         except metadata.PackageNotFoundError:
             continue
-    return str(getattr(module, "__version__", "0"))
+    return None
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,14 @@ class Lora:
             raise SettingError(f"{self.path} is no .safetensors file, the only kind of LoRA that is opened.")
         if not self.path.is_file():
             raise SettingError(f"the LoRA {self.path} is not there.")
+
+
+def chosen(texts: Iterable[str]) -> tuple[Lora, ...]:
+    """What people wrote, each a file that is there. Raises SettingError."""
+    found = tuple(map(Lora.parse, texts))
+    for lora in found:
+        lora.check()
+    return found
 
 
 @contextmanager

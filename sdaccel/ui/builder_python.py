@@ -17,7 +17,6 @@ import site
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from sdaccel import doctor
@@ -42,7 +41,7 @@ import sdaccel.builder, sdaccel.export.to_onnx
 def lacking() -> list[str]:
     """What building needs and this Python lacks or has too old, each with the version it has."""
     unfit = [package.name for package in _packages() if not _fits(package)]
-    return [f"{name} {_installed(name) or ''}".rstrip() for name in unfit]
+    return [f"{name} {doctor.installed(name) or ''}".rstrip() for name in unfit]
 
 
 def folder(store: Path) -> Path:
@@ -84,7 +83,7 @@ def _make(place: Path, progress: Progress) -> None:
     folders = _site_folders()
     (Path(where.strip()) / PTH).write_text("".join(f"{path}\n" for path in folders), encoding="utf-8")
     constraints = place / "constraints.txt"
-    constraints.write_text(f"torch=={_installed('torch')}\n", encoding="utf-8")
+    constraints.write_text(f"torch=={doctor.installed('torch')}\n", encoding="utf-8")
     pip = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
 
     def tell(line: str) -> None:
@@ -93,7 +92,11 @@ def _make(place: Path, progress: Progress) -> None:
             name = re.split(r"[-<>=!~; (]", rest)[0] if what != "Installing" else f"{rest.count(',') + 1} packages"
             progress(f"preparing to build, once: {what.lower()} {name[:40]}", 0.0)
 
-    _run([*pip, "-c", str(constraints), *_requirements()], "pip could not install what building needs", tell)
+    _run(
+        [*pip, "-c", str(constraints), *map(_requirement, _packages())],
+        "pip could not install what building needs",
+        tell,
+    )
     _run([python, "-m", "sdaccel.ui.borrowed", *folders], "what is borrowed cannot be told from the rest")
     _run([python, "-c", _CHECK], "what building needs is installed, but does not work")
     disk.overwrite(place / READY, json.dumps(_identity(), indent=1).encode())
@@ -142,7 +145,7 @@ def _need_torch() -> None:
     if not _fits(torch):
         raise BackendError(
             f"building needs torch {torch.least} or newer, and engines run with the torch that built them; here is "
-            f"{_installed('torch') or 'none'}.",
+            f"{doctor.installed('torch') or 'none'}.",
             hint="Bring a newer torch into this program first (A1111 and Forge: TORCH_COMMAND and --reinstall-torch).",
         )
 
@@ -151,24 +154,14 @@ def _packages() -> list[doctor.Package]:
     return [package for package in doctor.PACKAGES if package.name in NEEDED]
 
 
-def _requirements() -> list[str]:
-    """The versions that the tests ran with, or what is there already and new enough."""
-    newest = {package.name: "" if _fits(package) else f",<={package.tested}" for package in _packages()}
-    return [f"{package.name}>={package.least}{newest[package.name]}" for package in _packages()]
+def _requirement(package: doctor.Package) -> str:
+    """What is there already and new enough, else a version that the tests ran with."""
+    return f"{package.name}>={package.least}" + ("" if _fits(package) else f",<={package.tested}")
 
 
 def _fits(package: doctor.Package) -> bool:
-    version = _installed(package.name)
+    version = doctor.installed(package.name)
     return version is not None and doctor.numbers(version) >= doctor.numbers(package.least)
-
-
-def _installed(name: str) -> str | None:
-    for form in (name, f"{name}-gpu", f"{name}-directml"):
-        try:
-            return metadata.version(form)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _site_folders() -> list[str]:
@@ -178,7 +171,8 @@ def _site_folders() -> list[str]:
 
 
 def _identity() -> dict[str, object]:
-    return {"python": sys.version, "prefix": sys.prefix, "torch": _installed("torch"), "packages": _requirements()}
+    packages = list(map(_requirement, _packages()))
+    return {"python": sys.version, "prefix": sys.prefix, "torch": doctor.installed("torch"), "packages": packages}
 
 
 def _complete(place: Path) -> bool:

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from sdaccel.engine.store import Store
 from sdaccel.errors import SdaccelError
 from sdaccel.runtime import Fallback
 from sdaccel.ui.process import environment
+from sdaccel.ui.tasks import Task
 from sdaccel.ui.worker import DONE, Events, serve
 
 if TYPE_CHECKING:
@@ -62,17 +62,8 @@ class Comparison:
         return self.psnr >= self.limit and not self.failed
 
 
-def compare_by(
-    python: str,
-    store: Store,
-    model: str,
-    request: Request,
-    *,
-    progress: Callable[[str, float], None],
-    show: Callable[[str], None],
-    running: Callable[[Callable[[], None]], None],
-) -> Comparison:
-    """The comparison, drawn by ``python``. running: is told how to end it. Raises SdaccelError."""
+def compare_by(python: str, store: Store, model: str, request: Request, task: Task) -> Comparison:
+    """The comparison, drawn by ``python`` as the work of ``task``. Raises SdaccelError, Cancelled."""
     from PIL import Image
 
     with (
@@ -87,24 +78,24 @@ def compare_by(
             cwd=sys.prefix,
         ) as process,
     ):
-        running(process.kill)
+        task.on_cancel = process.kill
         assert process.stdin is not None and process.stdout is not None
         said: dict[str, Any] = {}
         try:
-            task = {"store": str(store.root), "model": model, "request": asdict(request), "folder": folder}
-            process.stdin.write(json.dumps(task).encode("ascii") + b"\n")
+            asked = {"store": str(store.root), "model": model, "request": asdict(request), "folder": folder}
+            process.stdin.write(json.dumps(asked).encode("ascii") + b"\n")
             process.stdin.flush()
             for line in process.stdout:
                 said = json.loads(line)
                 if said["event"] == "stage":
-                    progress(said["stage"], said["fraction"])
+                    task.progress(said["stage"], said["fraction"])
                 elif said["event"] == "preview":
-                    show(said["picture"])
+                    task.preview = said["picture"]
         except (OSError, ValueError) as error:
             raise SdaccelError(f"the process that draws gave no answer: {error}.") from error
         finally:
             process.kill()
-        progress("done", 1.0)  # raises Cancelled if that is why it ended
+        task.progress("done", 1.0)  # raises Cancelled if that is why it ended
         if said.get("event") == "done":
             found: Any = said["comparison"]
             found |= {name: Image.open(Path(folder) / f"{name}.png").convert("RGB") for name in IMAGES}
@@ -119,16 +110,16 @@ def _compare(line: bytes, events: Events) -> int:
     from sdaccel.generate import Request
     from sdaccel.ui.studio import Studio
 
-    task = json.loads(line)
-    studio = Studio(Store(task["store"]))
+    asked = json.loads(line)
+    studio = Studio(Store(asked["store"]))
     found = studio.compare(
-        task["model"],
-        Request(**task["request"]),
+        asked["model"],
+        Request(**asked["request"]),
         progress=events.progress,
         show=lambda picture: events.say("preview", picture=picture),
     )
     for name in IMAGES:
-        getattr(found, name).save(Path(task["folder"]) / f"{name}.png")
+        getattr(found, name).save(Path(asked["folder"]) / f"{name}.png")
     numbers = {key: value for key, value in vars(found).items() if key not in IMAGES}
     numbers["fallbacks"] = [asdict(fallback) for fallback in found.fallbacks]
     events.say("done", comparison=numbers)

@@ -460,6 +460,6 @@ def _reasons(result: Result | Comparison) -> str:
         f"<li><b>{escape(name(component))}</b> ran in torch ({plural(count, 'call')}): {escape(reason)}</li>"
         for (component, reason), count in counted.items()
     ]
-    lines += [f"<li>{escape(note)}</li>" for note in dict.fromkeys(result.notes)]
+    lines += [f"<li>{escape(note)}</li>" for note in result.notes]
     lines += [f'<li class="bad">{escape(text)}</li>' for text in result.failed]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""

@@ -19,7 +19,7 @@ import platformdirs
 from sdaccel import settings
 from sdaccel.engine.store import Store
 from sdaccel.errors import EngineBroken, SdaccelError, SettingError, StoreError
-from sdaccel.lora import Lora
+from sdaccel.lora import Lora, chosen
 from sdaccel.ui import builder_python
 from sdaccel.ui.preflight import Preflight, preflight
 from sdaccel.ui.process import COMMAND, environment
@@ -295,12 +295,14 @@ class Services:
 
     def compare(self, model: Any, request: Request) -> Task:
         """An image by torch and by engines: the result is a `sdaccel.ui.comparison.Comparison`."""
+        from sdaccel.ui.comparison import compare_by
+
         path, request = self.model(model), _bounded(request)
 
         def work(task: Task) -> Any:
             python = self._worker(task)
             if python != sys.executable:
-                return self._compared_by(python, path, request, task)
+                return compare_by(python, self.store, path, request, task)
             try:
                 return self.studio.compare(path, request, progress=task.progress, show=_show(task))
             finally:
@@ -309,24 +311,12 @@ class Services:
 
         return self._start("compare", "the comparison of images", work)
 
-    def _compared_by(self, python: str, model: str, request: Request, task: Task) -> Any:
-        from sdaccel.ui.comparison import compare_by
-
-        def running(end: Callable[[], None]) -> None:
-            task.on_cancel = end
-
-        show = _show(task)
-        return compare_by(python, self.store, model, request, progress=task.progress, show=show, running=running)
-
     def loras(self, text: Any) -> tuple[Lora, ...]:
         """``FILE`` or ``FILE:STRENGTH``, one a line. Raises SettingError."""
         lines = [line for line in str(text or "").splitlines() if line.strip()]
         if lines:
             self.host.permit("opening LoRA files")
-        found = tuple(map(Lora.parse, lines))
-        for lora in found:
-            lora.check()
-        return found
+        return chosen(lines)
 
     def draw(self, model: Any, request: Request, *, engines: bool = True) -> Task:
         """Images, saved in the output folder: the result is a `sdaccel.generate.Result`."""
