@@ -366,7 +366,7 @@ def generate(
     """Draw images and say what ran: engines, or torch and why."""
     from dataclasses import replace
 
-    from sdaccel import generate as images
+    from sdaccel import draw as images
     from sdaccel.lora import chosen
     from sdaccel.progress import terminal_progress
 
@@ -403,7 +403,7 @@ def generate(
             pipe, at_once = images.open_accelerated(
                 checkpoint, request, place, _backend(backend), build, not no_fallback, tokenizer, progress
             )
-        result = images.generate(pipe, request, at_once=at_once, model=checkpoint.name, progress=progress)
+        result = images.draw(pipe, request, at_once=at_once, model=checkpoint.name, progress=progress)
     if result.ok:
         for drawn, path in zip(result.images, paths, strict=True):
             images.save(drawn, path, force=force)

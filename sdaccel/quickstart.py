@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sdaccel.engine.store import Store
-from sdaccel.generate import (
+from sdaccel.draw import (
     Drawn,
     Request,
     components_needed,
-    generate,
+    draw,
     open_pipeline,
     output_paths,
     report_lines,
     save,
 )
+from sdaccel.engine.store import Store
 from sdaccel.model_choice import ModelChoice, demo_model, open_model
 from sdaccel.profile import ImageProfile, Range
 from sdaccel.verify import LIMITS
@@ -117,8 +117,8 @@ def _drawn(
     pipe: Any, request: Request, model: str, how: str, begin: float, report: Progress
 ) -> tuple[tuple[Any, Drawn], float]:
     """((result, image), seconds), after one step to warm up."""
-    generate(pipe, replace(request, steps=1))
-    result = generate(pipe, request, model=model, progress=lambda s, f: report(f"{how}: {s}", begin + 0.15 * f))
+    draw(pipe, replace(request, steps=1))
+    result = draw(pipe, request, model=model, progress=lambda s, f: report(f"{how}: {s}", begin + 0.15 * f))
     return (result, result.images[0]), result.seconds
 
 

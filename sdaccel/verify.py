@@ -10,10 +10,10 @@ from typing import Any
 
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.builder import COMPONENT_LIMITS, check_device
+from sdaccel.draw import Request, draw, open_pipeline
 from sdaccel.engine.store import Entry, Store
 from sdaccel.engine.weights import FILE, layout
 from sdaccel.errors import EngineNotFound, ExportError
-from sdaccel.generate import Request, generate, open_pipeline
 from sdaccel.profile import SIDE_STEP, OptimizationProfile
 from sdaccel.quality import max_abs_error, psnr
 
@@ -223,10 +223,10 @@ def _check_image(
         return None  # it starts from an image: its components have been compared
     pipe = open_pipeline(checkpoint, request, tokenizer, backend)
     report("a whole image in torch", 0.75)
-    expected = generate(pipe, request).images[0].image
+    expected = draw(pipe, request).images[0].image
     report("a whole image through engines", 0.88)
     accelerate(pipe, store=store, backend=backend.name, components=components, build="never")
-    result = generate(pipe, request)
+    result = draw(pipe, request)
     found = result.images[0].image
     limits = LIMITS[backend.precisions[0]]
     return ImageCheck(

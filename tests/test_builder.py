@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sdaccel
-from sdaccel import generate
+from sdaccel import draw
 from sdaccel.backends.base import pick_backend
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.store import Store
@@ -93,7 +93,7 @@ def test_engines_of_another_exporter_are_not_those_of_today(store, monkeypatch):
     checkpoint = open_checkpoint(pipelines.make("sd1"))
     backend = pick_backend("onnxruntime")
     assert entry in engines_here(checkpoint, "text_encoder", backend, store)
-    assert generate._missing(checkpoint, ["text_encoder"], store, "onnxruntime", 64, 64) == []
+    assert draw._missing(checkpoint, ["text_encoder"], store, "onnxruntime", 64, 64) == []
     monkeypatch.setattr(to_onnx, "EXPORT_FORMAT", 0)
     assert engines_here(checkpoint, "text_encoder", backend, store) == []
-    assert generate._missing(checkpoint, ["text_encoder"], store, "onnxruntime", 64, 64) == ["text_encoder"]
+    assert draw._missing(checkpoint, ["text_encoder"], store, "onnxruntime", 64, 64) == ["text_encoder"]

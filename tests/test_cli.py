@@ -22,9 +22,9 @@ from PIL import Image
 import sdaccel
 from sdaccel import console
 from sdaccel.cli import run
+from sdaccel import draw as images
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError
-from sdaccel.generate import Request, generate
 from sdaccel.quickstart import quickstart
 from tests.conftest import Built
 
@@ -677,6 +677,6 @@ def test_steps_that_a_scheduler_cannot_take_are_refused():
 
     pipe.scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
     with pytest.raises(SettingError, match=r"SimpleNamespace cannot draw in 1000 steps.*Below 1000 it can"):
-        generate(pipe, Request("x", steps=1000))
+        images.draw(pipe, images.Request("x", steps=1000))
     with pytest.raises(IndexError):
-        generate(pipe, Request("x", steps=20))
+        images.draw(pipe, images.Request("x", steps=20))

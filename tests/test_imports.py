@@ -18,8 +18,8 @@ RANKS = [
     {"models", "engine", "presets"},
     {"export", "graph", "backends", "eager"},
     {"builder", "runtime", "adapters"},
-    {"integrations", "jobs", "quality", "listing", "model_choice", "lora"},
-    {"bench", "generate", "page", "verify", "quickstart", "doctor"},
+    {"integrations", "quality", "listing", "model_choice", "lora", "metadata"},
+    {"bench", "draw", "jobs", "page", "verify", "quickstart", "doctor"},
     {"ui", "console", "cli", "__main__"},
 ]
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import sdaccel
+from sdaccel.draw import Request, draw
 from sdaccel.errors import ModelError, SettingError
-from sdaccel.generate import Request, generate
 from sdaccel.lora import Lora
 from tests import pipelines
 from tests.integrations.test_patches import lora
@@ -48,7 +48,7 @@ def pipe():
 
 
 def drawn(pipe, *loras: Lora):
-    result = generate(pipe, Request(**{**vars(REQUEST), "loras": loras}))
+    result = draw(pipe, Request(**{**vars(REQUEST), "loras": loras}))
     return np.asarray(result.images[0].image), result
 
 

@@ -23,7 +23,7 @@ from sdaccel.ui.tasks import Task
 from sdaccel.ui.worker import DONE, Events, serve
 
 if TYPE_CHECKING:
-    from sdaccel.generate import Request
+    from sdaccel.draw import Request
 
 IMAGES = ("torch", "engines", "difference")
 
@@ -107,7 +107,7 @@ def compare_by(python: str, store: Store, model: str, request: Request, task: Ta
 
 
 def _compare(line: bytes, events: Events) -> int:
-    from sdaccel.generate import Request
+    from sdaccel.draw import Request
     from sdaccel.ui.studio import Studio
 
     asked = json.loads(line)

@@ -19,7 +19,7 @@ from sdaccel.ui.rows import EngineRow
 from sdaccel.ui.tasks import FAILED, Task
 
 if TYPE_CHECKING:
-    from sdaccel.generate import Result
+    from sdaccel.draw import Result
     from sdaccel.ui.comparison import Comparison
 
 STYLE = """<style>

@@ -7,8 +7,8 @@ from typing import Any
 
 import gradio as gr
 
+from sdaccel.draw import SCHEDULERS
 from sdaccel.errors import SdaccelError
-from sdaccel.generate import SCHEDULERS
 from sdaccel.ui import fragments as html
 from sdaccel.ui.requests import BuildRequest, open_checkpoint
 from sdaccel.ui.services import MOST_IMAGES, MOST_SIDE, Services
@@ -149,7 +149,7 @@ def _told(result: Any) -> str:
 
 def usual(model: str) -> tuple[int, float]:
     """(native side in pixels, guidance scale) of a checkpoint; of SD 1.5 where it cannot be opened."""
-    from sdaccel.generate import usual_guidance
+    from sdaccel.draw import usual_guidance
 
     try:
         checkpoint = open_checkpoint(BuildRequest(model=model))

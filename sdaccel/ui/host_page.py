@@ -7,8 +7,8 @@ from typing import Any
 
 import gradio as gr
 
+from sdaccel.draw import Result
 from sdaccel.errors import SettingError
-from sdaccel.generate import Result
 from sdaccel.integrations.host import WebHost
 from sdaccel.integrations.host_shapes import Offer, WantedShapes
 from sdaccel.ui import fragments as html

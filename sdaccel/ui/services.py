@@ -36,7 +36,7 @@ from sdaccel.ui.rows import (
 from sdaccel.ui.tasks import Task
 
 if TYPE_CHECKING:
-    from sdaccel.generate import Request
+    from sdaccel.draw import Request
     from sdaccel.ui.studio import Studio
 
 Models = Callable[[], Sequence[tuple[str, str]]]
@@ -319,7 +319,7 @@ class Services:
         return chosen(lines)
 
     def draw(self, model: Any, request: Request, *, engines: bool = True) -> Task:
-        """Images, saved in the output folder: the result is a `sdaccel.generate.Result`."""
+        """Images, saved in the output folder: the result is a `sdaccel.draw.Result`."""
         path, request = self.model(model), _bounded(request)
 
         def work(task: Task) -> Any:
@@ -331,7 +331,7 @@ class Services:
         return self._start("draw", "the drawing", work)
 
     def _save(self, result: Any) -> None:
-        from sdaccel.generate import save
+        from sdaccel.draw import save
 
         folder = self.output_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S")

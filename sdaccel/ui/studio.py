@@ -14,7 +14,7 @@ from sdaccel.ui.comparison import Comparison
 from sdaccel.ui.requests import BuildRequest, backend_of, open_checkpoint
 
 if TYPE_CHECKING:
-    from sdaccel.generate import Request, Result
+    from sdaccel.draw import Request, Result
     from sdaccel.models.checkpoint import Checkpoint
 
 Progress = Callable[[str, float], None]
@@ -62,7 +62,7 @@ class Studio:
         import numpy as np
         from PIL import Image
 
-        from sdaccel.generate import random_seed
+        from sdaccel.draw import random_seed
         from sdaccel.quality import max_abs_error, psnr
         from sdaccel.verify import LIMITS
 
@@ -98,7 +98,7 @@ class Studio:
             self._open = None
 
     def _opened(self, model: str, request: Request, progress: Progress) -> _Open:
-        from sdaccel.generate import open_pipeline
+        from sdaccel.draw import open_pipeline
 
         if self._open is None or self._open.model != model:
             self._open = None  # first, so that two do not lie in memory at once
@@ -110,7 +110,7 @@ class Studio:
         return self._open
 
     def _drawn(self, opened: _Open, request: Request, engines: bool, progress: Progress, show: Show | None) -> Result:
-        from sdaccel.generate import fit_pipeline, generate, largest_batch, with_size
+        from sdaccel.draw import draw, fit_pipeline, largest_batch, with_size
 
         opened.pipe.scheduler = opened.scheduler
         pipe = fit_pipeline(opened.pipe, request)
@@ -122,11 +122,11 @@ class Studio:
             if show is not None and opened.colours is not None:
                 show(data_uri(preview(latents, opened.colours), "JPEG"))
 
-        return generate(pipe, request, at_once=at_once, model=opened.checkpoint.name, progress=progress, on_step=look)
+        return draw(pipe, request, at_once=at_once, model=opened.checkpoint.name, progress=progress, on_step=look)
 
     def _swap(self, opened: _Open, request: Request, engines: bool, progress: Progress) -> None:
         """Engines in, or out. Those that are in stay while the store has no others."""
-        from sdaccel.generate import components_needed
+        from sdaccel.draw import components_needed
         from sdaccel.integrations.diffusers import accelerate, restore
 
         if not engines:

@@ -17,8 +17,8 @@ from typing import Any
 
 import gradio as gr
 
+from sdaccel.draw import Request
 from sdaccel.errors import SdaccelError, SettingError, StoreError
-from sdaccel.generate import Request
 from sdaccel.listing import size_text
 from sdaccel.presets import presets
 from sdaccel.ui import fragments as html

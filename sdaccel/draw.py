@@ -259,7 +259,7 @@ def largest_batch(accelerated: Any, width: int, height: int) -> int:
     return max((p.batch.max for p in profiles if width in p.width and height in p.height), default=4)
 
 
-def generate(
+def draw(
     pipe: Any,
     request: Request,
     *,
@@ -274,10 +274,10 @@ def generate(
     Raises SettingError with the host's own words for what it refuses, such as a side that is no multiple of 8.
     """
     with applied(pipe, request.loras):
-        return _generate(pipe, request, at_once, model, progress, on_step)
+        return _draw(pipe, request, at_once, model, progress, on_step)
 
 
-def _generate(
+def _draw(
     pipe: Any,
     request: Request,
     at_once: int,
