@@ -21,8 +21,8 @@ from PIL import Image
 
 import sdaccel
 from sdaccel import console
-from sdaccel.cli import run
 from sdaccel import draw as images
+from sdaccel.cli import run
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError
 from sdaccel.quickstart import quickstart

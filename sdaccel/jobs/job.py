@@ -44,6 +44,10 @@ class Job:
     loras: tuple[Lora, ...] = ()
     model: str | None = None
     """A folder, file or address; None: the model of the run."""
+    batch: tuple[Job, ...] = ()
+    """The single images that it is drawn together with, itself among them; empty: whichever fit."""
+    position: int = 0
+    """Which of ``batch`` it is."""
     source: str = ""
     """Where it was written. Not part of what is drawn."""
 
@@ -70,7 +74,7 @@ class Job:
         found: dict[str, Any] = {"prompt": self.prompt}
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            if field.name != "source" and value != field.default:
+            if field.name not in ("source", "batch", "position") and value != field.default:
                 found[field.name] = _plain(value)
         return found
 
@@ -88,5 +92,5 @@ class Job:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [f"{lora.path}:{lora.scale:g}" for lora in value]
+        return [f"{lora.path}:{lora.scale!r}" for lora in value]
     return str(value) if isinstance(value, Path) else value
