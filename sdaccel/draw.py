@@ -177,23 +177,42 @@ def open_accelerated(
 ) -> tuple[Any, int]:
     """(pipeline with engines, images at once that they take). Builds engines that hold this size where asked to."""
     from sdaccel.backends.base import pick_backend
-    from sdaccel.builder import BuilderConfig, build_engines
     from sdaccel.integrations.diffusers import accelerate
 
     components = components_needed(checkpoint, request)
     width, height = request.width or checkpoint.native_side, request.height or checkpoint.native_side
     if build == "if-missing":
-        missing = _missing(checkpoint, components, store, backend, width, height)
-        if missing:
-            profile = covering_profile(checkpoint.native_side, width, height)
-            build_engines(checkpoint, BuilderConfig(tuple(missing), (profile,), None, backend), store, progress)
+        build_missing(checkpoint, components, store, backend, width, height, progress=progress)
     pipe = open_pipeline(checkpoint, request, tokenizer, pick_backend(backend))
     accelerate(pipe, store=store, backend=backend, components=components, build="never", fallback=fallback)
     return pipe, largest_batch(pipe.sdaccel, width, height)
 
 
+def build_missing(
+    checkpoint: Any,
+    components: Sequence[str],
+    store: Any,
+    backend: str,
+    width: int,
+    height: int,
+    *,
+    batch: int = 1,
+    progress: Progress | None = None,
+) -> bool:
+    """Builds the engines that ``batch`` images of this size at once lack; whether there were any such."""
+    from sdaccel.builder import BuilderConfig, build_engines
+
+    missing = _missing(checkpoint, components, store, backend, width, height, batch)
+    if missing:
+        profile = covering_profile(checkpoint.native_side, width, height)
+        if batch > profile.batch.max:
+            profile = replace(profile, batch=Range(1, batch, batch))
+        build_engines(checkpoint, BuilderConfig(tuple(missing), (profile,), None, backend), store, progress)
+    return bool(missing)
+
+
 def _missing(
-    checkpoint: Any, components: Sequence[str], store: Any, backend: str, width: int, height: int
+    checkpoint: Any, components: Sequence[str], store: Any, backend: str, width: int, height: int, batch: int = 1
 ) -> list[str]:
     """The components without an engine for images of this size, on this machine as it is now."""
     from sdaccel.backends.base import pick_backend
@@ -203,10 +222,10 @@ def _missing(
 
     def held(component: str) -> bool:
         engines = engines_here(checkpoint, component, chosen, store)
+        if component.startswith("text_encoder"):
+            return any(batch in profile["batch"] for entry in engines for profile in entry.engine.profiles)
         images = [image for entry in engines for image in entry.engine.image_profiles]
-        return any(width in image.width and height in image.height for image in images) or (
-            component.startswith("text_encoder") and bool(engines)
-        )
+        return any(width in p.width and height in p.height and batch in p.batch for p in images)
 
     return [component for component in components if not held(component)]
 
@@ -297,24 +316,8 @@ def _draw(
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         done = first / request.count
         callback = _step_callback(request, progress, on_step, done, len(seeds) / request.count)
-        arguments = _arguments(request, "Pix2Pix" in type(pipe).__name__) | {
-            "generator": generators,
-            "num_images_per_prompt": len(seeds),
-        }
-        try:
-            with torch.inference_mode():
-                images = pipe(**arguments, callback_on_step_end=callback).images
-        except ValueError as error:
-            if isinstance(error, SettingError):
-                raise
-            raise SettingError(f"diffusers refused this: {error}") from error
-        except IndexError as error:  # some schedulers count their timesteps from one, and so one too many
-            kind, known = type(pipe.scheduler).__name__, pipe.scheduler.config.num_train_timesteps
-            if request.steps < known:
-                raise
-            raise SettingError(
-                f"{kind} cannot draw in {request.steps} steps.", hint=f"Below {known} it can."
-            ) from error
+        arguments = call_arguments(pipe, request) | {"generator": generators, "num_images_per_prompt": len(seeds)}
+        images = call(pipe, request, arguments | {"callback_on_step_end": callback}).images
         report = pipe.sdaccel.last_report if hasattr(pipe, "sdaccel") else RunReport()
         result.reports.append(report)
         for offset, (image, seed) in enumerate(zip(images, seeds, strict=True)):
@@ -324,8 +327,27 @@ def _draw(
     return result
 
 
-def _arguments(request: Request, edits: bool) -> dict[str, Any]:
-    """``edits``: for a model that edits an image as told (InstructPix2Pix), which takes no strength."""
+def call(pipe: Any, request: Request, arguments: dict[str, Any]) -> Any:
+    """What the pipeline returns. Raises SettingError with diffusers' own words for what it refuses."""
+    import torch
+
+    try:
+        with torch.inference_mode():
+            return pipe(**arguments)
+    except ValueError as error:
+        if isinstance(error, SettingError):
+            raise
+        raise SettingError(f"diffusers refused this: {error}") from error
+    except IndexError as error:  # some schedulers count their timesteps from one, and so one too many
+        kind, known = type(pipe.scheduler).__name__, pipe.scheduler.config.num_train_timesteps
+        if request.steps < known:
+            raise
+        raise SettingError(f"{kind} cannot draw in {request.steps} steps.", hint=f"Below {known} it can.") from error
+
+
+def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
+    """What ``request`` means to a pipeline of its kind, but for seeds and their number."""
+    edits = "Pix2Pix" in type(pipe).__name__  # edits an image as told, and takes no strength
     arguments: dict[str, Any] = {
         "prompt": request.prompt,
         "negative_prompt": request.negative or None,

@@ -233,6 +233,14 @@ class Accelerated:
         self.pipe.__class__ = self._class
         del self.pipe.sdaccel
 
+    def beside(self, component: str) -> Accelerated:
+        """The engines of ``component`` with a lock and reports of their own, for a thread that runs it by
+        `Accelerated.generate` while another thread is in a call of the pipeline. `detach` ends it."""
+        other = Accelerated(_Part(source_of(component), self.swaps[component].module), self.fallback)
+        other.swap(component, self.contexts[component])
+        other.attach()
+        return other
+
     def engines(self) -> dict[str, list[str]]:
         """Component → ids of the engines that calls can be dispatched to."""
         return {name: [entry.key for entry in context.engines] for name, context in self.contexts.items()}
@@ -322,6 +330,14 @@ class Accelerated:
                 report.fell_back(component, f"pipe.{source} was replaced after accelerate()")
             elif component not in report.components and not swap.in_place():
                 report.fell_back(component, f"{source}.{swap.method} was replaced after accelerate()")
+
+
+class _Part:
+    """Stands for a pipeline of a single module."""
+
+    def __init__(self, source: str, module: nn.Module):
+        setattr(self, source, module)
+        self.scheduler = self
 
 
 def _blank(cls: type) -> Any:

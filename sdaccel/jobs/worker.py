@@ -1,0 +1,479 @@
+"""Draws batches and writes their images, one stage behind the other.
+
+The calling thread runs the pipeline up to the latents and is free for the next batch; a second thread decodes them, and
+a few more encode and write files. On a GPU decoding has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdaccel import metadata
+from sdaccel.draw import Request
+from sdaccel.errors import SettingError
+from sdaccel.jobs.job import Job
+from sdaccel.jobs.storage import Storage
+from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
+
+if TYPE_CHECKING:
+    from sdaccel.runtime import RunReport
+
+Progress = Callable[[str, float], None]
+WRITERS = 4
+AHEAD = 2
+"""Batches whose images may still be on their way to the disk while the next is drawn."""
+
+
+class Worker:
+    """Owns one model at a time and its engines. `draw` is for one thread; results come from others."""
+
+    def __init__(self, options: Options, storage: Storage, progress: Progress | None = None):
+        self.options = options
+        self.storage = storage
+        self.progress = progress
+        self._model: _Model | None = None
+        self._decoding = ThreadPoolExecutor(1, "sdaccel-decode")
+        self._writing = ThreadPoolExecutor(WRITERS, "sdaccel-write")
+        self._room = threading.Semaphore(AHEAD)
+
+    def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
+        """Opens the model and builds what its engines lack for ``jobs``. Raises SdaccelError."""
+        opened = self._open(model)
+        native = opened.checkpoint.native_side
+        at_once: dict[tuple[int, int], int] = {}
+        for job in jobs:
+            request = job.request(native, opened.guidance)
+            width, height = opened.size(request)
+            opened.ready(request)
+            if (width, height) not in at_once:
+                at_once[width, height] = self.options.batch_size or opened.largest_batch(width, height)
+        content = opened.content()
+        return ModelFacts(model, opened.checkpoint.name, content, native, opened.guidance, opened.settings(), at_once)
+
+    def draw(self, batch: BatchTask) -> Future[list[ImageResult]]:
+        """Draws a batch; the future gives a result for each image that was to be written.
+
+        Raises SdaccelError and whatever else the pipeline raises.
+        """
+        self._room.acquire()
+        try:
+            drawn = self._open(batch.model).latents(batch)
+        except BaseException:
+            self._room.release()
+            raise
+        decoded = self._decoding.submit(self._decode, drawn)
+        result: Future[list[ImageResult]] = Future()
+        decoded.add_done_callback(lambda future: self._write(future, drawn, result))
+        return result
+
+    def close(self) -> None:
+        """Waits until everything is written, and lets go of the model."""
+        self._decoding.shutdown()
+        self._writing.shutdown()
+        self._close_model()
+
+    def _open(self, model: str | None) -> _Model:
+        if self._model is None or self._model.named != model:
+            self._drain()
+            self._close_model()
+            self._model = _Model(model, self.options, self.progress)
+        return self._model
+
+    def _drain(self) -> None:
+        """Until no batch is on its way: two models need not lie in memory together."""
+        for _ in range(AHEAD):
+            self._room.acquire()
+        for _ in range(AHEAD):
+            self._room.release()
+
+    def _close_model(self) -> None:
+        if self._model is not None:
+            self._model.close()
+            self._model = None
+            gc.collect()
+
+    # ---- behind the drawing
+
+    def _decode(self, drawn: _Drawn) -> list[Any]:
+        start = time.perf_counter()
+        images = drawn.model.decode(drawn)
+        drawn.seconds += time.perf_counter() - start
+        return images
+
+    def _write(self, decoded: Future[list[Any]], drawn: _Drawn, result: Future[list[ImageResult]]) -> None:
+        """Hands each image to a thread that writes it, and the last of them the whole result."""
+        error = decoded.exception()
+        if error is not None:
+            self._room.release()
+            result.set_exception(error)
+            return
+        images, wanted = decoded.result(), drawn.batch.wanted
+        files = [self._writing.submit(self._save, drawn, position, images[position]) for position in wanted]
+        left = [len(files)]
+        guard = threading.Lock()
+
+        def finish(_: Future[ImageResult]) -> None:
+            with guard:
+                left[0] -= 1
+                if left[0]:
+                    return
+            self._room.release()
+            fault = next((file.exception() for file in files if file.exception() is not None), None)
+            if fault is not None:
+                result.set_exception(fault)
+            else:
+                result.set_result([file.result() for file in files])
+
+        for file in files:
+            file.add_done_callback(finish)
+
+    def _save(self, drawn: _Drawn, position: int, image: Any) -> ImageResult:
+        task = drawn.batch.images[position]
+        share = drawn.seconds / len(drawn.batch.images)
+        failed = drawn.failed
+        seed = task.job.seed or 0
+        if failed:
+            return ImageResult(task.key, task.index, seed=seed, error="; ".join(failed))
+        details = drawn.details(position)
+        text = drawn.parameters(position, image.size)
+        suffix = self.options.suffix
+        data = metadata.encode(
+            image, suffix, parameters=text, details=details, key=task.key, quality=self.options.quality
+        )
+        name = self.storage.write(task.name, data, lambda there: metadata.key_of(there) == task.key[:32])
+        if self.options.sidecar or self.options.format != "png":
+            side = str(Path(name).with_suffix(".json"))
+            self.storage.write(side, metadata.sidecar(details), lambda there: metadata.sidecar_key(there) == task.key)
+        return ImageResult(task.key, task.index, name, seed, len(data), share, drawn.engines(), drawn.notes)
+
+
+@dataclass
+class _Drawn:
+    """A batch on its way from latents to files."""
+
+    batch: BatchTask
+    model: _Model
+    request: Request
+    scheduler: str
+    latents: Any
+    event: Any
+    """On a GPU: when the latents are there."""
+    reports: list[RunReport]
+    seconds: float
+
+    @property
+    def failed(self) -> list[str]:
+        return list(dict.fromkeys(text for report in self.reports for text in report.failed))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        told = [f"{fault.component} in torch: {fault.reason}" for report in self.reports for fault in report.fallbacks]
+        told += [note for report in self.reports for note in report.notes]
+        return tuple(dict.fromkeys(told))
+
+    def engines(self) -> dict[str, str]:
+        """component → "engine", "torch" or "engine, torch"."""
+        found = {}
+        for report in self.reports:
+            for name, run in report.components.items():
+                kinds = [kind for kind, calls in (("engine", run.calls), ("torch", run.torch_calls)) if calls]
+                found[name] = ", ".join(kinds)
+        return found
+
+    def parameters(self, position: int, size: tuple[int, int]) -> str:
+        from sdaccel.draw import parameters
+
+        job = self.batch.images[position].job
+        request = job.request(self.model.checkpoint.native_side, self.model.guidance)
+        return parameters(request, job.seed or 0, size, self.scheduler, self.model.checkpoint.name)
+
+    def details(self, position: int) -> dict[str, Any]:
+        """Everything about one image, as `sdaccel.jobs.reading` reads it again."""
+        from sdaccel import __version__
+
+        task = self.batch.images[position]
+        return {
+            "sdaccel": __version__,
+            "key": task.key,
+            "job": replace(task.job, model=task.job.model or self.model.origin).to_json(),
+            "batch": {"position": position, "jobs": [image.job.to_json() for image in self.batch.images]},
+            "settings": dict(self.model.settings()),
+            "model": {"name": self.model.checkpoint.name, "content": self.model.content()},
+            "scheduler": self.scheduler,
+            "reports": [report.to_json() for report in self.reports],
+        }
+
+
+class _Model:
+    """A checkpoint, its pipeline, and its engines swapped in."""
+
+    def __init__(self, named: str | None, options: Options, progress: Progress | None):
+        from sdaccel.backends.base import pick_backend
+        from sdaccel.draw import usual_guidance
+        from sdaccel.engine.store import Store
+        from sdaccel.model_choice import choose_model, open_model
+
+        self.named = named
+        self.options = options
+        self.progress = progress
+        choice = choose_model(named or options.model)
+        self.origin = str(choice.path)
+        self.checkpoint = open_model(choice, **options.opening)
+        self.guidance = usual_guidance(self.checkpoint)
+        self.store = Store(options.store)
+        self.backend = pick_backend(options.backend) if options.engines else None
+        self._base: Any = None
+        self._own_scheduler: Any = None
+        self._pipe: Any = None
+        self._mode = ""
+        self._decoder: Any = None
+        self._stack = ExitStack()
+        self._loras: tuple[Any, ...] = ()
+        self._ready: set[tuple[int, int, str]] = set()
+        self._upcasting = threading.Lock()
+        self._content = ""
+        self._stream: Any = None
+
+    def content(self) -> str:
+        """Hash of all weights, and of the scheduler's settings."""
+        if not self._content:
+            parts = {name: component.content_hash for name, component in sorted(self.checkpoint.components.items())}
+            text = repr((parts, sorted((key, repr(value)) for key, value in self.checkpoint.scheduler.items())))
+            self._content = hashlib.sha256(text.encode()).hexdigest()
+        return self._content
+
+    def settings(self) -> Mapping[str, Any]:
+        if self.backend is None:
+            return {"backend": "torch"}
+        return {"backend": self.backend.name, "precision": self.backend.precisions[0]}
+
+    def size(self, request: Request) -> tuple[int, int]:
+        from sdaccel.draw import with_size
+
+        sized = with_size(request, self.checkpoint.native_side)
+        return sized.width or 0, sized.height or 0
+
+    def ready(self, request: Request) -> None:
+        """Engines for this size are there, as far as they are to be built. Those that were swapped in are kept."""
+        from sdaccel.draw import build_missing, components_needed
+
+        width, height = self.size(request)
+        known = (width, height, _mode(request))
+        if known in self._ready or self.backend is None:
+            return
+        if self.options.build == "if-missing":
+            components = components_needed(self.checkpoint, request)
+            batch = self.options.batch_size or 1
+            built = build_missing(
+                self.checkpoint,
+                components,
+                self.store,
+                self.backend.name,
+                width,
+                height,
+                batch=batch,
+                progress=self.progress,
+            )
+            if built:
+                self._take_out()
+        self._ready.add(known)
+
+    def largest_batch(self, width: int, height: int) -> int:
+        from sdaccel.builder import engines_here
+
+        if self.backend is None:
+            return 4
+        engines = engines_here(self.checkpoint, "unet", self.backend, self.store)
+        profiles = [image for entry in engines for image in entry.engine.image_profiles]
+        return max((p.batch.max for p in profiles if width in p.width and height in p.height), default=4)
+
+    # ---- drawing
+
+    def latents(self, batch: BatchTask) -> _Drawn:
+        import torch
+
+        from sdaccel.draw import call
+
+        requests = [image.job.request(self.checkpoint.native_side, self.guidance) for image in batch.images]
+        self.ready(requests[0])
+        pipe = self._fitted(requests[0])
+        arguments = _together(pipe, requests)
+        arguments["generator"] = [torch.Generator().manual_seed(image.job.seed or 0) for image in batch.images]
+        start = time.perf_counter()
+        with self._upcasting if self._upcasts() else nullcontext():
+            latents = call(pipe, requests[0], arguments | {"output_type": "latent"}).images
+        report = self._report(pipe)
+        for request in requests:
+            cut = _cut_off(pipe, request)
+            if cut:
+                report.note(cut)
+        event = None
+        if latents.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        scheduler = type(pipe.scheduler).__name__
+        return _Drawn(batch, self, requests[0], scheduler, latents, event, [report], time.perf_counter() - start)
+
+    def _report(self, pipe: Any) -> RunReport:
+        from sdaccel.runtime import RunReport
+
+        if hasattr(pipe, "sdaccel"):
+            return pipe.sdaccel.last_report
+        report = RunReport()
+        report.note("in plain torch, as asked")
+        return report
+
+    def _fitted(self, request: Request) -> Any:
+        """The pipeline of the kind that ``request`` needs, with its scheduler, engines and LoRAs."""
+        import diffusers
+
+        from sdaccel.draw import SCHEDULERS, components_needed, fit_pipeline, open_pipeline
+        from sdaccel.integrations.diffusers import accelerate
+        from sdaccel.lora import applied
+
+        plain = replace(request, scheduler=None, loras=())
+        if self._base is None:
+            if self.progress is not None:
+                self.progress(f"loading {self.checkpoint.name}", 0.0)
+            tokenizer = Path(self.options.tokenizer) if self.options.tokenizer else None
+            self._base = open_pipeline(self.checkpoint, plain, tokenizer, self.backend)
+            self._own_scheduler = self._base.scheduler
+        if self._pipe is None or self._mode != _mode(request):
+            self._take_out()
+            self._pipe, self._mode = fit_pipeline(self._base, plain), _mode(request)
+            if self.backend is not None:
+                accelerate(
+                    self._pipe,
+                    store=self.store,
+                    backend=self.backend.name,
+                    components=components_needed(self.checkpoint, request),
+                    build="never",
+                    fallback=self.options.fallback,
+                )
+                self._decoder = self._pipe.sdaccel.beside("vae_decoder")
+        if self._loras != request.loras:
+            self._stack.close()
+            self._stack, self._loras = ExitStack(), ()
+            self._stack.enter_context(applied(self._pipe, request.loras))
+            self._loras = request.loras
+        own = self._own_scheduler
+        kind = getattr(diffusers, SCHEDULERS[request.scheduler]) if request.scheduler else type(own)
+        try:
+            self._pipe.scheduler = kind.from_config(own.config)
+        except (ImportError, ValueError, TypeError) as error:
+            raise SettingError(f"the scheduler {request.scheduler} cannot be used: {error}") from error
+        return self._pipe
+
+    def _take_out(self) -> None:
+        from sdaccel.integrations.diffusers import restore
+
+        self._stack.close()
+        self._stack, self._loras = ExitStack(), ()
+        if self._decoder is not None:
+            self._decoder.detach()
+            self._decoder = None
+        if self._pipe is not None:
+            restore(self._pipe)
+            self._pipe = None
+
+    # ---- decoding
+
+    def decode(self, drawn: _Drawn) -> list[Any]:
+        """PIL images, as diffusers makes them of latents (StableDiffusionXLPipeline.__call__, its last part)."""
+        import torch
+
+        with torch.inference_mode(), self._own_stream(drawn):
+            if self._decoder is None:
+                images = self._decode(drawn.latents)
+            else:
+                images = self._decoder.generate(lambda: self._decode(drawn.latents), careful=False)
+                drawn.reports.append(self._decoder.last_report)
+            return self._pipe.image_processor.postprocess(images.detach(), output_type="pil")
+
+    @contextmanager
+    def _own_stream(self, drawn: _Drawn):
+        if drawn.event is None:
+            yield
+            return
+        import torch
+
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(drawn.latents.device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(drawn.event)
+            drawn.latents.record_stream(self._stream)
+            yield
+
+    def _upcasts(self) -> bool:
+        """Whether torch decodes half-precision weights in float32: they change their type while it does."""
+        import torch
+
+        vae = self._base.vae
+        return bool(vae.dtype == torch.float16 and getattr(vae.config, "force_upcast", False))
+
+    def _decode(self, latents: Any) -> Any:
+        import torch
+
+        vae = self._pipe.vae
+        halves = self._upcasts() and not (self._decoder is not None and self._decoder.decodes_in_half())
+        with self._upcasting if halves else nullcontext():
+            if halves:
+                vae.to(torch.float32)
+            try:
+                return vae.decode(_scaled(latents.to(vae.dtype), vae.config), return_dict=False)[0]
+            finally:
+                if halves:
+                    vae.to(torch.float16)
+
+    def close(self) -> None:
+        self._take_out()
+        self._base = None
+
+
+def _mode(request: Request) -> str:
+    return "inpaint" if request.mask is not None else "image" if request.image is not None else "text"
+
+
+def _together(pipe: Any, requests: Sequence[Request]) -> dict[str, Any]:
+    """The arguments of one call for all of ``requests``, which differ in prompts and images alone."""
+    from sdaccel.draw import call_arguments
+
+    each = [call_arguments(pipe, request) for request in requests]
+    several = ("prompt", "negative_prompt", "image", "mask_image")
+    lists = {name: [one[name] for one in each] for name in several if each[0].get(name) is not None}
+    return each[0] | lists
+
+
+def _cut_off(pipe: Any, request: Request) -> str | None:
+    """What to tell of a prompt that is longer than CLIP reads."""
+    tokenizer = getattr(pipe, "tokenizer", None) or getattr(pipe, "tokenizer_2", None)
+    if tokenizer is None:
+        return None
+    for what, text in (("prompt", request.prompt), ("negative prompt", request.negative)):
+        ids = tokenizer(text, truncation=False, verbose=False).input_ids
+        most = tokenizer.model_max_length
+        if len(ids) > most:
+            lost = tokenizer.decode(ids[most - 1 : -1])[:60]
+            return f"the {what} has {len(ids) - 2} tokens, of which {most - 2} are read: not drawn is {lost!r}"
+    return None
+
+
+def _scaled(latents: Any, config: Any) -> Any:
+    """Latents as the VAE takes them."""
+    import torch
+
+    mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+    if mean is None or std is None:
+        return latents / config.scaling_factor
+    shape = {"device": latents.device, "dtype": latents.dtype}
+    mean, std = (torch.tensor(value, **shape).view(1, -1, 1, 1) for value in (mean, std))
+    return latents * std / config.scaling_factor + mean
