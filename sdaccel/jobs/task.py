@@ -96,6 +96,8 @@ class ImageResult:
     nbytes: int = 0
     seconds: float = 0.0
     """of its batch's drawing, divided by its images"""
+    memory: int = 0
+    """of the GPU, in bytes, taken at most"""
     engines: Mapping[str, str] = field(default_factory=dict)
     """component → what ran it, in words"""
     notes: tuple[str, ...] = ()

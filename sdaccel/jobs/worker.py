@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ class Worker:
         self._decoding = ThreadPoolExecutor(1, "sdaccel-decode")
         self._writing = ThreadPoolExecutor(WRITERS, "sdaccel-write")
         self._room = threading.Semaphore(AHEAD)
+        self._last_decoded: Future[list[Any]] | None = None
 
     def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
         """Opens the model and builds what its engines lack for ``jobs``. Raises SdaccelError."""
@@ -70,7 +71,7 @@ class Worker:
         except BaseException:
             self._room.release()
             raise
-        decoded = self._decoding.submit(self._decode, drawn)
+        decoded = self._last_decoded = self._decoding.submit(self._decode, drawn)
         result: Future[list[ImageResult]] = Future()
         decoded.add_done_callback(lambda future: self._write(future, drawn, result))
         return result
@@ -83,20 +84,18 @@ class Worker:
 
     def _open(self, model: str | None) -> _Model:
         if self._model is None or self._model.named != model:
-            self._drain()
             self._close_model()
-            self._model = _Model(model, self.options, self.progress)
+            self._model = _Model(model, self.options, self._settle, self.progress)
         return self._model
 
-    def _drain(self) -> None:
-        """Until no batch is on its way: two models need not lie in memory together."""
-        for _ in range(AHEAD):
-            self._room.acquire()
-        for _ in range(AHEAD):
-            self._room.release()
+    def _settle(self) -> None:
+        """Until no latents wait to be decoded: what decodes them may be taken out then."""
+        if self._last_decoded is not None:
+            wait([self._last_decoded])
 
     def _close_model(self) -> None:
         if self._model is not None:
+            self._settle()
             self._model.close()
             self._model = None
             gc.collect()
@@ -153,7 +152,8 @@ class Worker:
         if self.options.sidecar or self.options.format != "png":
             side = str(Path(name).with_suffix(".json"))
             self.storage.write(side, metadata.sidecar(details), lambda there: metadata.sidecar_key(there) == task.key)
-        return ImageResult(task.key, task.index, name, seed, len(data), share, drawn.engines(), drawn.notes)
+        facts = {"seconds": share, "memory": drawn.memory, "engines": drawn.engines(), "notes": drawn.notes}
+        return ImageResult(task.key, task.index, name, seed, len(data), **facts)
 
 
 @dataclass
@@ -169,6 +169,13 @@ class _Drawn:
     """On a GPU: when the latents are there."""
     reports: list[RunReport]
     seconds: float
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the GPU's memory that this process has taken at most."""
+        import torch
+
+        return torch.cuda.max_memory_reserved(self.latents.device) if self.event is not None else 0
 
     @property
     def failed(self) -> list[str]:
@@ -216,7 +223,7 @@ class _Drawn:
 class _Model:
     """A checkpoint, its pipeline, and its engines swapped in."""
 
-    def __init__(self, named: str | None, options: Options, progress: Progress | None):
+    def __init__(self, named: str | None, options: Options, settle: Callable[[], None], progress: Progress | None):
         from sdaccel.backends.base import pick_backend
         from sdaccel.draw import usual_guidance
         from sdaccel.engine.store import Store
@@ -224,6 +231,7 @@ class _Model:
 
         self.named = named
         self.options = options
+        self.settle = settle
         self.progress = progress
         choice = choose_model(named or options.model)
         self.origin = str(choice.path)
@@ -376,6 +384,7 @@ class _Model:
     def _take_out(self) -> None:
         from sdaccel.integrations.diffusers import restore
 
+        self.settle()
         self._stack.close()
         self._stack, self._loras = ExitStack(), ()
         if self._decoder is not None:
