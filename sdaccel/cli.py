@@ -346,7 +346,7 @@ def generate(
         typer.Option("--lora", metavar="FILE[:STRENGTH]", help="May be repeated. What they change runs in torch."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The PNG; {seed} and {index} are filled in.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="{seed} and {index} in it are filled in.")
     ] = Path("image-{seed}.png"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite files.")] = False,
     build: Annotated[

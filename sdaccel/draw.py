@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdaccel import metadata
 from sdaccel.errors import ModelError, SettingError, StoreError
 from sdaccel.lora import Lora, applied
 from sdaccel.profile import ImageProfile, Range
@@ -401,7 +401,7 @@ def parameters(request: Request, seed: int, size: tuple[int, int], scheduler: st
     """The text that AUTOMATIC1111 writes into its images and reads from them."""
     from sdaccel import __version__
 
-    facts: list[tuple[str, Any]] = [
+    facts: list[tuple[str, object]] = [
         ("Steps", request.steps),
         ("Sampler", _SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler"))),
         ("CFG scale", f"{request.guidance:g}"),
@@ -409,14 +409,12 @@ def parameters(request: Request, seed: int, size: tuple[int, int], scheduler: st
         ("Size", f"{size[0]}x{size[1]}"),
     ]
     if model:
-        facts.append(("Model", json.dumps(model, ensure_ascii=False) if any(c in model for c in ',:"\n') else model))
+        facts.append(("Model", model))
     if request.image is not None:
         facts.append(("Denoising strength", f"{request.strength:g}"))
     facts.append(("Version", f"sdaccel {__version__}"))
-    lines = [" ".join([request.prompt, *(f"<lora:{lora.name}:{lora.scale:g}>" for lora in request.loras)])]
-    if request.negative:
-        lines.append(f"Negative prompt: {request.negative}")
-    return "\n".join([*lines, ", ".join(f"{name}: {value}" for name, value in facts)])
+    loras = (f"<lora:{lora.name}:{lora.scale:g}>" for lora in request.loras)
+    return metadata.write_parameters(" ".join(filter(None, [request.prompt, *loras])), request.negative, facts)
 
 
 # ---- files
@@ -426,13 +424,12 @@ def output_paths(pattern: Path, seeds: Sequence[int], *, force: bool = False) ->
     """A path for each image: ``{seed}`` and ``{index}`` (from 1) in the name are filled in.
 
     Several images without a pattern get ``-{index}`` before the suffix. Raises StoreError if a file is there already
-    (unless ``force``), SettingError for a pattern that gives one name twice or a suffix that is not .png.
+    (unless ``force``), SettingError for a suffix that is not of `sdaccel.metadata.SUFFIXES`.
     """
     name = pattern.name
     if len(seeds) > 1 and "{seed}" not in name and "{index}" not in name:
         name = f"{pattern.stem}-{{index}}{pattern.suffix}"
-    if not name.lower().endswith(".png"):
-        raise SettingError(f"{pattern} must end in .png: images are saved as PNG.")
+    metadata.image_format(pattern.suffix)
     paths = [
         pattern.with_name(name.replace("{seed}", str(seed)).replace("{index}", str(index)))
         for index, seed in enumerate(seeds, 1)
@@ -448,15 +445,11 @@ def output_paths(pattern: Path, seeds: Sequence[int], *, force: bool = False) ->
 
 
 def save(drawn: Drawn, path: Path, *, force: bool = False) -> None:
-    """Writes a PNG whose text chunks are ``parameters`` (A1111's form) and ``sdaccel`` (the report, JSON)."""
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
-    info.add_text("parameters", drawn.parameters)
-    info.add_text("sdaccel", json.dumps(drawn.report, ensure_ascii=False))
+    """Writes the image, its parameters and, into a PNG, the report; see `sdaccel.metadata`."""
+    data = metadata.encode(drawn.image, path.suffix, parameters=drawn.parameters, details=drawn.report)
     try:
         with path.open("wb" if force else "xb") as file:
-            drawn.image.save(file, format="PNG", pnginfo=info)
+            file.write(data)
     except FileExistsError:
         raise StoreError(f"{path} is there already.", hint="Choose another name with -o, or add --force.") from None
     except OSError as error:

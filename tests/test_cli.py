@@ -474,7 +474,7 @@ def test_an_image_that_is_no_good_is_not_saved(cli, tiny_store, tmp_path, monkey
         (["--scheduler", "magic"], "no scheduler 'magic': ddim"),
         (["--mask", "m.png"], "a mask needs the image"),
         (["--image", "none.png"], "none.png cannot be read"),
-        (["-o", "x.jpg"], "must end in .png"),
+        (["-o", "x.gif"], ".gif is none that images are saved as: .png"),
         (["-o", "no-folder/x.png"], "is not there"),
         (["--build", "always"], "neither never nor if-missing"),
         (["--no-engine", "--no-fallback"], "exclude each other"),
