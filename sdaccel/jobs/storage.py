@@ -33,6 +33,11 @@ class Storage(Protocol):
         """Of all files there."""
 
 
+def open_storage(out: str) -> Storage:
+    """Raises StoreError."""
+    return Folder(Path(out).expanduser())
+
+
 class Folder:
     """A folder on a local or network disk."""
 

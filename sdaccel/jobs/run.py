@@ -1,0 +1,327 @@
+"""A run: jobs → plan → journal → workers → results. What an earlier run has drawn is not drawn again."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sdaccel.errors import SettingError, StoreError
+from sdaccel.jobs.job import Job, JobError
+from sdaccel.jobs.journal import Journal
+from sdaccel.jobs.names import Pattern
+from sdaccel.jobs.plan import Plan, plan
+from sdaccel.jobs.pool import Crashed, Drawn, Gone, Here, Processes, Workers
+from sdaccel.jobs.storage import OWN, open_storage
+from sdaccel.jobs.task import BatchTask, ImageResult, ImageTask, ModelFacts, Options
+
+Progress = Callable[[str, float], None]
+POLL = 1.0
+"""Seconds between looks at batches that another process is drawing."""
+
+
+@dataclass
+class Summary:
+    """Counts are images."""
+
+    asked: int = 0
+    before: int = 0
+    """drawn by an earlier run"""
+    drawn: int = 0
+    elsewhere: int = 0
+    """drawn in the meantime by another process in the same folder"""
+    failed: int = 0
+    repeated: int = 0
+    faults: tuple[str, ...] = ()
+    """Jobs that could not be read or planned, with their place."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """Why images were set aside → how many"""
+    notes: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    """from the first batch to the last file"""
+    stopped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.faults or self.failed or self.stopped)
+
+    @property
+    def missing(self) -> int:
+        return self.asked - self.before - self.drawn - self.elsewhere - self.failed
+
+    def to_json(self) -> dict[str, Any]:
+        rate = round(self.drawn / self.seconds, 4) if self.seconds else None
+        return {"ok": self.ok, **vars(self), "missing": self.missing, "images_per_second": rate}
+
+
+class Run:
+    """Iterate over it: each `ImageResult` comes when its file is written, or the image was set aside.
+
+    jobs: complete ones (`sdaccel.jobs.reading` makes them). workers: None draws in this process, a number in so many
+    processes. resume: go on with images that the folder's journal has already; without it they are an error.
+    retry: those that were set aside too. Raises SettingError, StoreError, ModelError before anything is drawn.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        options: Options,
+        *,
+        workers: Workers | int | None = None,
+        pattern: Pattern | str | None = None,
+        resume: bool = False,
+        retry: bool = False,
+        faults: Iterable[JobError] = (),
+        progress: Progress | None = None,
+    ):
+        self.options = options
+        self.summary = Summary()
+        self._jobs = jobs
+        self._pattern = pattern if isinstance(pattern, Pattern) else Pattern(pattern) if pattern else Pattern()
+        self._resume = resume or retry
+        self._retry = retry
+        self._faults = list(faults)
+        self._storage = open_storage(options.out)
+        self._journal = Journal(_home(options))
+        self._workers = _workers(workers, options, progress)
+        self._in_flight: dict[int, set[str]] = {}
+        self._again: dict[int, int] = {}
+        self._open: set[str] = set()
+
+    def __iter__(self) -> Iterator[ImageResult]:
+        finished = False
+        try:
+            planned = self._planned()
+            start = time.perf_counter()
+            for result in self._drawn(planned):
+                self.summary.seconds = time.perf_counter() - start
+                yield result
+            finished = True
+        finally:
+            self._workers.close(now=not finished)
+            self._journal.close()
+
+    # ---- before
+
+    def _planned(self) -> Plan:
+        planned = plan(self._jobs, self._facts())
+        self.images = {image.key: image for image in planned.images}
+        known = self._journal.known(self.images)
+        if known and not self._resume:
+            raise StoreError(
+                f"{len(known)} of these {len(self.images)} images are in {self.options.out} already, or were begun.",
+                hint="Add --resume to draw only what is missing, or choose another --out.",
+            )
+        for key in self.images.keys() - known:
+            content, settings = planned.contents[key]
+            other = self._journal.drawn_otherwise(content, settings)
+            if other is not None:
+                raise StoreError(
+                    f"images of these jobs in {self.options.out} were drawn with {_words(other)}, not with "
+                    f"{_words(settings)}.",
+                    hint="Go on with the same backend, or choose another --out.",
+                )
+        there = {name.casefold() for name in self._storage.names()}
+
+        def name(image: ImageTask, taken: Callable[[str], bool]) -> str:
+            def is_taken(wanted: str) -> bool:
+                side = str(Path(wanted).with_suffix(".json"))
+                return taken(wanted) or bool({wanted.casefold(), side.casefold()} & there)
+
+            return self._pattern.name(image.job, image.index, self.options.suffix, is_taken)
+
+        self._journal.add(planned.batches(self.images.keys() - known), name, planned.contents)
+        faults = [*self._faults, *planned.faults]
+        self.summary.asked, self.summary.repeated = len(self.images), planned.repeated
+        self.summary.faults = tuple(str(fault) for fault in faults)
+        return planned
+
+    def _facts(self) -> Callable[[Job], ModelFacts]:
+        """Of each model, asked for once, with all of its jobs at hand."""
+        jobs: dict[str | None, list[Job]] = {}
+        for job in self._jobs:
+            jobs.setdefault(job.model, []).append(job)
+        found: dict[str | None, ModelFacts | Exception] = {}
+
+        def facts(job: Job) -> ModelFacts:
+            if job.model not in found:
+                try:
+                    found[job.model] = self._workers.prepare(job.model, jobs[job.model])
+                except Exception as error:
+                    if job.model is None or len(jobs) == 1:
+                        raise
+                    found[job.model] = error
+            known = found[job.model]
+            if isinstance(known, Exception):
+                raise known
+            return known
+
+        return facts
+
+    # ---- drawing
+
+    def _drawn(self, planned: Plan) -> Iterator[ImageResult]:
+        waiting = deque(self._journal.batches_of(self.images))
+        for batch in list(waiting):
+            self._look(batch)
+        tasks: deque[BatchTask] = deque()
+        taken: list[int] = []
+        """Batches that another process has."""
+        while tasks or waiting or taken or self._in_flight:
+            while (tasks or waiting) and self._workers.has_room():
+                if not tasks:
+                    self._claim(waiting, tasks, taken)
+                    continue
+                task = tasks.popleft()
+                self._in_flight.setdefault(task.id, set()).update(image.key for image in task.writing)
+                self._workers.submit(task)
+                if not self._workers.events.empty():
+                    break
+            try:
+                event = self._workers.events.get(timeout=POLL if self._in_flight or taken else 0)
+            except queue.Empty:
+                if not self._in_flight and taken:
+                    waiting, taken = deque(taken), []
+                continue
+            stops = yield from self._take(event, waiting)
+            if stops:
+                return
+
+    def _look(self, batch: int) -> None:
+        """Counts what a batch has behind it."""
+        states = {key: state for key, state in self._journal.states(batch).items() if key in self.images}
+        if self._retry:
+            again = [key for key, state in states.items() if state.failed is not None]
+            self._journal.retry(batch, again)
+            states |= {key: self._journal.states(batch)[key] for key in again}
+        self.summary.before += sum(state.done is not None for state in states.values())
+        for state in states.values():
+            if state.failed is not None:
+                self._count_failure(state.failed)
+        self._open |= {key for key, state in states.items() if state.open}
+
+    def _claim(self, waiting: deque[int], tasks: deque[BatchTask], taken: list[int]) -> None:
+        batch = waiting.popleft()
+        keys = {key for key in self._journal.states(batch) if key in self._open}
+        found = self._journal.claim(batch, keys)
+        if found is None:
+            taken.append(batch)
+            return
+        tasks.extend(found)
+        drawing = {image.key for task in found for image in task.writing}
+        for key, state in self._journal.states(batch).items():
+            if key in keys - drawing and key in self._open:  # another process was faster
+                self._open.discard(key)
+                if state.failed is None:
+                    self.summary.elsewhere += 1
+                else:
+                    self._count_failure(state.failed)
+
+    def _take(self, event: Any, waiting: deque[int]) -> Iterator[ImageResult]:
+        """Writes what happened into the journal; returns whether the run has to stop."""
+        if isinstance(event, Gone):
+            self.summary.stopped = str(event.error)
+            return True
+        batch = event.batch
+        keys = {image.key for image in batch.writing}
+        self._in_flight[batch.id] -= keys
+        if not self._in_flight[batch.id]:
+            del self._in_flight[batch.id]
+        if isinstance(event, Crashed):
+            if event.stops is not None:
+                self.summary.stopped = str(event.stops)
+                return True
+            yield from self._crashed(batch, keys, event.error, waiting)
+            return False
+        assert isinstance(event, Drawn)
+        bad: dict[str, list[ImageResult]] = {}
+        for result in event.results:
+            for note in result.notes:
+                self.summary.notes[note] = self.summary.notes.get(note, 0) + 1
+            if not result.ok:
+                bad.setdefault(result.error, []).append(result)
+                continue
+            self._journal.done(batch.id, result.key, name=result.name, bytes=result.nbytes, seconds=result.seconds)
+            self._open.discard(result.key)
+            self.summary.drawn += 1
+            yield result
+        for error, results in bad.items():
+            yield from self._crashed(batch, {result.key for result in results}, error, waiting)
+        return False
+
+    def _crashed(self, batch: BatchTask, keys: set[str], error: str, waiting: deque[int]) -> Iterator[ImageResult]:
+        aside = self._journal.crashed(batch.id, sorted(keys), error) if error else []
+        for key in aside:
+            self._open.discard(key)
+            self._count_failure(error)
+            image = self.images[key]
+            yield ImageResult(key, image.index, seed=image.job.seed or 0, error=error)
+        if keys - set(aside):
+            waiting.appendleft(batch.id)
+
+    def _count_failure(self, error: str) -> None:
+        self.summary.failed += 1
+        self.summary.errors[error] = self.summary.errors.get(error, 0) + 1
+
+
+def _workers(wanted: Workers | int | None, options: Options, progress: Progress | None) -> Workers:
+    if wanted is None:
+        return Here(options, progress)
+    if isinstance(wanted, int):
+        if not 1 <= wanted <= 64:
+            raise SettingError(f"workers={wanted} is not between 1 and 64.")
+        return Processes(options, wanted, progress)
+    return wanted
+
+
+def _home(options: Options) -> Path:
+    """Where the journal is: in the folder of images."""
+    return Path(options.out).expanduser() / OWN
+
+
+def _words(settings: str) -> str:
+    found: Mapping[str, Any] = json.loads(settings)
+    return " ".join(str(value) for value in found.values())
+
+
+def generate(
+    jobs: Iterable[str | Mapping[str, Any] | Job] | str | Path,
+    out: str | Path,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    expand: str = "random",
+    seed: int = 0,
+    workers: Workers | int | None = None,
+    pattern: str | None = None,
+    resume: bool = False,
+    retry: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Run:
+    """Images of many jobs into the folder ``out``; iterate over what is returned for an `ImageResult` of each.
+
+    jobs: prompts, mappings or `Job`s, or the path of a job file. defaults: of fields that a job leaves out.
+    expand: ``{a|b}`` in prompts: "random", "all" or "none". seed: changes the seeds of jobs that name none.
+    options: of `sdaccel.jobs.task.Options`: model, store, backend, batch_size, format, … A job that cannot be read is
+    no exception: it is in ``summary.faults``, and the others are drawn.
+    """
+    from sdaccel.jobs.reading import jobs_from, read_jobs
+
+    read = read_jobs if isinstance(jobs, (str, Path)) else jobs_from
+    found = read(jobs, defaults or {}, expand, seed)
+    chosen = Options(out=str(out), **options)
+    return Run(
+        found.jobs,
+        chosen,
+        workers=workers,
+        pattern=pattern,
+        resume=resume,
+        retry=retry,
+        faults=found.faults,
+        progress=progress,
+    )
