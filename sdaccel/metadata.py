@@ -204,6 +204,8 @@ def encode(
     than JPEG's 64 KB: cut, it would say something else.
     """
     form = image_format(suffix)
+    if key and not re.fullmatch("[0-9a-f]{64}", key):
+        raise SettingError(f"{key!r} is no key of an image: 64 hex digits.")
     if len(parameters) > MOST_TEXT:
         raise SettingError(
             f"{len(parameters)} characters of parameters are more than the {MOST_TEXT} that images carry."
@@ -249,15 +251,20 @@ def _png_texts(parameters: str, details: Mapping[str, Any] | None, key: str) -> 
 
 
 def _exif(form: str, parameters: str, key: str) -> bytes:
-    from PIL.Image import Exif
-
-    exif = Exif()
-    tags = exif.get_ifd(_EXIF_IFD)
+    """Written here, for Pillow gives UserComment another type than the specification, which readers refuse."""
+    entries = []
     if parameters:
-        tags[_USER_COMMENT] = b"UNICODE\0" + parameters.encode("utf-16-be")
+        entries.append((_USER_COMMENT, 7, b"UNICODE\0" + parameters.encode("utf-16-be")))
     if key:
-        tags[_IMAGE_UNIQUE_ID] = key[:32]
-    found = exif.tobytes() if tags else b""
+        entries.append((_IMAGE_UNIQUE_ID, 2, f"{key[:32]}\0".encode()))
+    if not entries:
+        return b""
+    pointer = struct.pack(">HHHIIIH", 1, _EXIF_IFD, 4, 1, 26, 0, len(entries))  # the directory at 8, ours at 26
+    data = b""
+    for tag, kind, value in entries:
+        pointer += struct.pack(">HHII", tag, kind, len(value), 32 + 12 * len(entries) + len(data))
+        data += value
+    found = b"Exif\0\0MM\0*" + struct.pack(">I", 8) + pointer + bytes(4) + data
     if form == "JPEG" and len(found) > _MOST_JPEG_EXIF:
         raise SettingError(
             f"a text of {len(parameters)} characters is too long for a JPEG, which takes 64 KB.",
