@@ -22,7 +22,7 @@ class DiskFull(StoreError):
 
 
 class Storage(Protocol):
-    def write(self, name: str, data: bytes, ours: Callable[[bytes], bool]) -> str:
+    def write(self, name: str, data: bytes, ours: Callable[[Path], bool]) -> str:
         """Writes a new file and returns its name: ``name``, or that with -2, -3, … where another file has it.
 
         ours: whether what lies there already is this very file, written by an attempt that was cut off; it stays then.
@@ -51,7 +51,7 @@ class Folder:
     def names(self) -> set[str]:
         return {path.name for path in self.path.iterdir()}
 
-    def write(self, name: str, data: bytes, ours: Callable[[bytes], bool]) -> str:
+    def write(self, name: str, data: bytes, ours: Callable[[Path], bool]) -> str:
         part = self.path / OWN / "parts" / uuid.uuid4().hex
         try:
             with part.open("xb") as file:
@@ -65,13 +65,13 @@ class Folder:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 
-    def _publish(self, part: Path, name: str, ours: Callable[[bytes], bool]) -> str:
+    def _publish(self, part: Path, name: str, ours: Callable[[Path], bool]) -> str:
         for free in numbered(name):
             final = self.path / free
             try:
                 _link(part, final)
             except FileExistsError:
-                if final.is_file() and ours(final.read_bytes()):
+                if final.is_file() and ours(final):
                     return free
             else:
                 return free

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,12 +149,28 @@ class Worker:
         data = metadata.encode(
             image, suffix, parameters=text, details=details, key=task.key, quality=self.options.quality
         )
-        name = self.storage.write(task.name, data, lambda there: metadata.key_of(there) == task.key[:32])
+        name = self.storage.write(task.name, data, lambda there: _key_of_image(there) == task.key[:32])
         if self.options.sidecar or self.options.format != "png":
+            text = json.dumps({**details, "key": task.key}, ensure_ascii=False, indent=1)
             side = str(Path(name).with_suffix(".json"))
-            self.storage.write(side, metadata.sidecar(details), lambda there: metadata.sidecar_key(there) == task.key)
+            self.storage.write(side, text.encode(), lambda there: _key_of_sidecar(there) == task.key)
         facts = {"seconds": share, "memory": drawn.memory, "engines": drawn.engines(), "notes": drawn.notes}
         return ImageResult(task.key, task.index, name, seed, len(data), **facts)
+
+
+def _key_of_image(path: Path) -> str:
+    try:
+        return metadata.read(path).key[:32]
+    except SettingError:
+        return ""
+
+
+def _key_of_sidecar(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("key", "")) if isinstance(found, dict) else ""
 
 
 @dataclass
@@ -210,7 +227,6 @@ class _Drawn:
         task = self.batch.images[position]
         return {
             "sdaccel": __version__,
-            "key": task.key,
             "job": replace(task.job, model=task.job.model or self.model.origin).to_json(),
             "batch": {"position": position, "jobs": [image.job.to_json() for image in self.batch.images]},
             "settings": dict(self.model.settings()),
