@@ -378,6 +378,17 @@ def test_an_image_by_engines_says_how_it_was_made(cli, tiny_store, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["out.jpg", "out.webp"])
+def test_other_formats_say_it_in_exif(cli, tiny_store, tmp_path, name):
+    from sdaccel.metadata import read
+
+    assert draw(cli, tiny_store, "--res", "64", "--negative", "blue", "-o", name).code == 0
+    found = read(tmp_path / name).parameters
+    assert found is not None and (found.prompt, found.negative, found.facts["Seed"]) == ("a red circle é", "blue", "7")
+    with Image.open(tmp_path / name) as image:
+        assert image.format == {".jpg": "JPEG", ".webp": "WEBP"}[Path(name).suffix] and image.size == (64, 64)
+
+
 def test_engines_draw_what_torch_draws(cli, tiny_store, tmp_path):
     import numpy as np
 
