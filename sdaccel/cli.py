@@ -430,6 +430,107 @@ def generate(
 
 
 @app.command()
+def batch(
+    jobs: Annotated[
+        str, typer.Argument(metavar="JOBS", help="A .jsonl, .csv, .txt or .json file, a folder of prompts, or -.")
+    ],
+    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Where images go; also s3:// and the like.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Default: SDACCEL_MODEL, else the demo.")
+    ] = None,
+    defaults: Annotated[
+        Path | None, typer.Option("--defaults", metavar="FILE", help="A .toml with what jobs leave out: steps = 30.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Draw only what is missing in the folder.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="As --resume, and what was set aside once more.")] = False,
+    batch_size: Annotated[
+        str, typer.Option("--batch-size", metavar="N", help="Images at once; auto: what the engines take.")
+    ] = "auto",
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Processes that draw, each on a GPU of its own. Default: 1."),
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="auto, local or the address of a Ray cluster.")
+    ] = None,
+    expand: Annotated[
+        str, typer.Option("--expand", metavar="HOW", help="{a|b} in prompts: random (by the seed), all, none.")
+    ] = "random",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Changes the seeds of jobs without one.")] = 0,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="PATTERN", help="Default: {index:05d}-{seed}-{prompt}")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", metavar="NAME", help="png, jpg or webp.")] = "png",
+    quality: Annotated[int, typer.Option("--quality", metavar="1..100", help="Of jpg and webp.")] = 95,
+    sidecar: Annotated[bool, typer.Option("--sidecar", help="A .json beside each .png too.")] = False,
+    no_sheet: Annotated[bool, typer.Option("--no-sheet", help="Write no contact sheet (index of images).")] = False,
+    build: Annotated[
+        str, typer.Option("--build", metavar="WHEN", help="never, or if-missing: build engines for these sizes first.")
+    ] = "if-missing",
+    no_engine: Annotated[bool, typer.Option("--no-engine", help="Draw in plain torch.")] = False,
+    no_fallback: Annotated[bool, typer.Option("--no-fallback", help="Fail rather than run anything in torch.")] = False,
+    tokenizer: TokenizerOption = None,
+    allow_pickle: PickleOption = False,
+    variant: VariantOption = None,
+    vae: VaeOption = None,
+    prediction_type: PredictionOption = None,
+    store: StoreOption = None,
+    backend: BackendOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Draw the images of a job file, each once, on one GPU or many. --json prints an event a line."""
+    from sdaccel.jobs import display
+    from sdaccel.jobs.command import draw_jobs
+    from sdaccel.jobs.task import Options
+
+    if ray is not None and workers is not None:
+        raise SettingError("--workers is for this machine, --ray for a cluster.", hint="Leave one of them out.")
+    opening = {"allow_pickle": allow_pickle, "variant": variant, "vae": vae, "prediction_type": prediction_type}
+    options = Options(
+        out=out,
+        model=model,
+        store=str(store) if store else None,
+        backend=_backend(backend),
+        engines=not no_engine,
+        build=build,
+        fallback=not no_fallback,
+        batch_size=None if batch_size == "auto" else _count(batch_size, "--batch-size"),
+        format=format_,
+        quality=quality,
+        sidecar=sidecar,
+        opening=opening,
+        tokenizer=str(tokenizer) if tokenizer else None,
+    )
+    with display.events() if as_json else display.bar() as shown:
+        run = draw_jobs(
+            jobs,
+            options,
+            shown,
+            defaults=defaults,
+            expand=expand,
+            seed=seed,
+            pattern=name,
+            workers=workers or 1,
+            ray=ray,
+            resume=resume,
+            retry=retry,
+            sheet=not no_sheet,
+        )
+    summary = run.summary
+    if as_json:
+        display.JsonEvents().say("summary", **summary.to_json())
+    else:
+        console.print_lines(display.summary_lines(run))
+    for fault in summary.faults:
+        console.say(f"error: {fault}")
+    if summary.stopped:
+        console.say(f"error: {summary.stopped}")
+    if summary.stopped or summary.faults:
+        return FAULT
+    return OK if summary.ok else DIFFERS
+
+
+@app.command()
 def verify(
     model: ModelArgument = None,
     component: ComponentOption = None,
@@ -596,6 +697,12 @@ def _store(place: Path | None) -> Store:
     from sdaccel.engine.store import Store
 
     return Store(place)
+
+
+def _count(text: str, option: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise SettingError(f"{option} {text} is no number from 1 to 64.")
+    return int(text)
 
 
 def _backend(name: str | None) -> str:

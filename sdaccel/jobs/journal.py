@@ -53,6 +53,7 @@ class ImageState:
 
     crashes: int = 0
     done: str | None = None
+    seconds: float | None = None
     failed: str | None = None
 
     @property
@@ -152,7 +153,8 @@ class Journal:
             if state is None:
                 continue
             if kind == DONE:
-                state.done = json.loads(data)["name"]
+                facts = json.loads(data)
+                state.done, state.seconds = facts["name"], facts["seconds"]
             elif kind == FAILED:
                 state.failed = json.loads(data)["error"]
             elif kind == CRASHED:

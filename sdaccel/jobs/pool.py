@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sdaccel import settings
-from sdaccel.errors import BackendError, Cancelled, SdaccelError, StoreError
+from sdaccel.errors import BackendError, Cancelled, SdaccelError, SettingError, StoreError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.storage import Storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
@@ -103,10 +103,17 @@ class Here:
         future.add_done_callback(lambda done: self.events.put(outcome(batch, done)))
 
     def close(self, *, now: bool = False) -> None:
-        self._worker.close()
+        self._worker.close(now=now)
 
 
 # ---- in processes of their own
+
+
+def check_count(workers: int) -> int:
+    """Raises SettingError."""
+    if not 1 <= workers <= 64:
+        raise SettingError(f"workers={workers} is not between 1 and 64.")
+    return workers
 
 
 class Processes:

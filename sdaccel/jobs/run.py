@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdaccel.errors import SettingError, StoreError
+from sdaccel.errors import StoreError
 from sdaccel.jobs.job import Job, JobError
 from sdaccel.jobs.journal import Journal
 from sdaccel.jobs.names import Pattern
 from sdaccel.jobs.plan import Plan, plan
-from sdaccel.jobs.pool import Crashed, Drawn, Gone, Here, Processes, Workers
+from sdaccel.jobs.pool import Crashed, Drawn, Gone, Here, Processes, Workers, check_count
 from sdaccel.jobs.storage import OWN, open_storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ImageTask, ModelFacts, Options
 
@@ -59,6 +59,16 @@ class Summary:
         return {"ok": self.ok, **vars(self), "missing": self.missing, "images_per_second": rate}
 
 
+@dataclass(frozen=True)
+class Entry:
+    """An image of a run, and what is known of it in the end."""
+
+    image: ImageTask
+    name: str = ""
+    seconds: float | None = None
+    error: str | None = None
+
+
 class Run:
     """Iterate over it: each `ImageResult` comes when its file is written, or the image was set aside.
 
@@ -90,8 +100,14 @@ class Run:
         self._journal = Journal(_home(options))
         self._workers = _workers(workers, options, progress)
         self._in_flight: dict[int, set[str]] = {}
-        self._again: dict[int, int] = {}
         self._open: set[str] = set()
+        self.images: dict[str, ImageTask] = {}
+        """key → image, once the first result is there."""
+        self._entries: list[Entry] = []
+
+    def entries(self) -> list[Entry]:
+        """Every image that was drawn or set aside, by this run or an earlier one, in the order of the jobs."""
+        return sorted(self._entries, key=lambda entry: entry.image.index)
 
     def __iter__(self) -> Iterator[ImageResult]:
         finished = False
@@ -104,7 +120,14 @@ class Run:
             finished = True
         finally:
             self._workers.close(now=not finished)
+            self._entries = list(self._known_entries())
             self._journal.close()
+
+    def _known_entries(self) -> Iterator[Entry]:
+        for batch in self._journal.batches_of(self.images):
+            for key, state in self._journal.states(batch).items():
+                if key in self.images and not state.open:
+                    yield Entry(self.images[key], state.done or "", state.seconds, state.failed)
 
     # ---- before
 
@@ -273,9 +296,7 @@ def _workers(wanted: Workers | int | None, options: Options, progress: Progress 
     if wanted is None:
         return Here(options, progress)
     if isinstance(wanted, int):
-        if not 1 <= wanted <= 64:
-            raise SettingError(f"workers={wanted} is not between 1 and 64.")
-        return Processes(options, wanted, progress)
+        return Processes(options, check_count(wanted), progress)
     return wanted
 
 

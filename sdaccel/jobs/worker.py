@@ -77,10 +77,10 @@ class Worker:
         decoded.add_done_callback(lambda future: self._write(future, drawn, result))
         return result
 
-    def close(self) -> None:
-        """Waits until everything is written, and lets go of the model."""
-        self._decoding.shutdown()
-        self._writing.shutdown()
+    def close(self, *, now: bool = False) -> None:
+        """Waits until everything is written (``now``: but not for what has not begun), and lets go of the model."""
+        self._decoding.shutdown(cancel_futures=now)
+        self._writing.shutdown(cancel_futures=now)
         self._close_model()
 
     def _open(self, model: str | None) -> _Model:

@@ -1,0 +1,80 @@
+"""`sdaccel batch`: a job file drawn, shown while it goes on, and a contact sheet at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sdaccel.jobs.display import Display
+from sdaccel.jobs.job import JobError
+from sdaccel.jobs.reading import read_defaults, read_jobs
+from sdaccel.jobs.run import Run
+from sdaccel.jobs.sheet import SheetRow, write_sheet
+from sdaccel.jobs.task import Options
+
+SHEET = "contact-sheet.html"
+
+
+def draw_jobs(
+    jobs: str,
+    options: Options,
+    display: Display,
+    *,
+    defaults: Path | None = None,
+    expand: str = "random",
+    seed: int = 0,
+    pattern: str | None = None,
+    workers: int = 1,
+    ray: str | None = None,
+    resume: bool = False,
+    retry: bool = False,
+    sheet: bool = True,
+) -> Run:
+    """Draws what can be drawn; the run's summary tells the rest. Raises SdaccelError before anything is drawn."""
+    usual = read_defaults(defaults) if defaults else {}
+    found = read_jobs(jobs, usual, expand, seed)
+    if not found.jobs:
+        raise next(iter(found.faults), JobError("there is no job in it.", jobs))
+    run = Run(
+        found.jobs,
+        options,
+        workers=_workers(options, workers, ray, display),
+        pattern=pattern,
+        resume=resume,
+        retry=retry,
+        faults=found.faults,
+    )
+    try:
+        for result in run:
+            display.image(run, result)
+    finally:
+        if sheet and run.images and "://" not in options.out:
+            rows = [_row(entry) for entry in run.entries()]
+            write_sheet(Path(options.out).expanduser() / SHEET, f"{Path(jobs).name}: {len(rows)} images", rows)
+    return run
+
+
+def _workers(options: Options, count: int, ray: str | None, display: Display) -> Any:
+    if ray is not None:
+        from sdaccel.jobs.cluster import Cluster
+
+        return Cluster(options, ray, progress=display.stage)
+    from sdaccel.jobs.pool import Processes, check_count
+
+    return Processes(options, check_count(count), display.stage)
+
+
+def _row(entry: Any) -> SheetRow:
+    job = entry.image.job
+    facts = {"seed": job.seed, "steps": job.steps, "guidance": job.guidance, "size": f"{job.width}x{job.height}"}
+    facts |= {"scheduler": job.scheduler, "model": job.model}
+    facts |= {"LoRA": ", ".join(f"{lora.name}:{lora.scale:g}" for lora in job.loras)}
+    return SheetRow(
+        name=entry.name,
+        prompt=job.prompt,
+        negative=job.negative_prompt,
+        seed=job.seed or 0,
+        facts={name: str(value) for name, value in facts.items() if value not in (None, "")},
+        seconds=entry.seconds,
+        error=entry.error,
+    )
