@@ -95,6 +95,12 @@ class Journal:
 
     # ---- what is to be drawn
 
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """What is asked and added inside of it is one step, between which no other process adds anything."""
+        with self._told(), self._transaction():
+            yield
+
     def known(self, keys: Iterable[str]) -> set[str]:
         """Those of ``keys`` that have a row."""
         return {key for key in keys if self._one("SELECT 1 FROM images WHERE key=?", key)}

@@ -112,9 +112,9 @@ class Run:
     def __iter__(self) -> Iterator[ImageResult]:
         finished = False
         try:
-            planned = self._planned()
+            self._planned()
             start = time.perf_counter()
-            for result in self._drawn(planned):
+            for result in self._drawn():
                 self.summary.seconds = time.perf_counter() - start
                 yield result
             finished = True
@@ -131,9 +131,16 @@ class Run:
 
     # ---- before
 
-    def _planned(self) -> Plan:
+    def _planned(self) -> None:
         planned = plan(self._jobs, self._facts())
         self.images = {image.key: image for image in planned.images}
+        with self._journal.planning():
+            self._add(planned)
+        self.summary.asked, self.summary.repeated = len(self.images), planned.repeated
+        self.summary.faults = tuple(str(fault) for fault in (*self._faults, *planned.faults))
+
+    def _add(self, planned: Plan) -> None:
+        """Writes what the journal does not have yet into it."""
         known = self._journal.known(self.images)
         if known and not self._resume:
             raise StoreError(
@@ -159,10 +166,6 @@ class Run:
             return self._pattern.name(image.job, image.index, self.options.suffix, is_taken)
 
         self._journal.add(planned.batches(self.images.keys() - known), name, planned.contents)
-        faults = [*self._faults, *planned.faults]
-        self.summary.asked, self.summary.repeated = len(self.images), planned.repeated
-        self.summary.faults = tuple(str(fault) for fault in faults)
-        return planned
 
     def _facts(self) -> Callable[[Job], ModelFacts]:
         """Of each model, asked for once, with all of its jobs at hand."""
@@ -188,7 +191,7 @@ class Run:
 
     # ---- drawing
 
-    def _drawn(self, planned: Plan) -> Iterator[ImageResult]:
+    def _drawn(self) -> Iterator[ImageResult]:
         waiting = deque(self._journal.batches_of(self.images))
         for batch in list(waiting):
             self._look(batch)

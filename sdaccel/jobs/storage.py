@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from sdaccel.errors import StoreError
+from sdaccel import metadata
+from sdaccel.errors import SettingError, StoreError
 
 OWN = ".sdaccel"
 """The folder of what a run keeps for itself: its journal, files being written."""
@@ -87,6 +89,17 @@ def _link(part: Path, final: Path) -> None:
             raise
         os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # a disk without links: the name first
         part.replace(final)
+
+
+def has_key(path: Path, key: str) -> bool:
+    """Whether a file, an image or its sidecar, is the one of this key."""
+    try:
+        if path.suffix != ".json":
+            return metadata.read(path).key[:32] == key[:32]  # no format holds less
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (SettingError, OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("key") == key
 
 
 def numbered(name: str) -> Iterator[str]:

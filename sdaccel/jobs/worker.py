@@ -22,7 +22,7 @@ from sdaccel import metadata
 from sdaccel.draw import Request
 from sdaccel.errors import SettingError
 from sdaccel.jobs.job import Job
-from sdaccel.jobs.storage import Storage
+from sdaccel.jobs.storage import Storage, has_key
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
 
 if TYPE_CHECKING:
@@ -149,28 +149,13 @@ class Worker:
         data = metadata.encode(
             image, suffix, parameters=text, details=details, key=task.key, quality=self.options.quality
         )
-        name = self.storage.write(task.name, data, lambda there: _key_of_image(there) == task.key[:32])
+        name = self.storage.write(task.name, data, lambda there: has_key(there, task.key))
         if self.options.sidecar or self.options.format != "png":
             text = json.dumps({**details, "key": task.key}, ensure_ascii=False, indent=1)
             side = str(Path(name).with_suffix(".json"))
-            self.storage.write(side, text.encode(), lambda there: _key_of_sidecar(there) == task.key)
+            self.storage.write(side, text.encode(), lambda there: has_key(there, task.key))
         facts = {"seconds": share, "memory": drawn.memory, "engines": drawn.engines(), "notes": drawn.notes}
         return ImageResult(task.key, task.index, name, seed, len(data), **facts)
-
-
-def _key_of_image(path: Path) -> str:
-    try:
-        return metadata.read(path).key[:32]
-    except SettingError:
-        return ""
-
-
-def _key_of_sidecar(path: Path) -> str:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(found.get("key", "")) if isinstance(found, dict) else ""
 
 
 @dataclass
