@@ -531,6 +531,40 @@ def batch(
 
 
 @app.command()
+def grid(
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGES_OR_FOLDER...", help="Files, and folders of files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The sheet: .png, .jpg or .webp.")],
+    columns: Annotated[
+        int | None, typer.Option("--columns", metavar="N", help="Default: so many that the sheet is about square.")
+    ] = None,
+    side: Annotated[int, typer.Option("--side", metavar="PIXELS", help="Of each image.")] = 256,
+    label: Annotated[str, typer.Option("--label", metavar="WHAT", help="name, none, seed or prompt.")] = "name",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Make a contact sheet: many images on one, small, each with its label."""
+    from sdaccel import draw
+    from sdaccel.jobs.grid import contact_sheet, find_images
+    from sdaccel.metadata import encode
+    from sdaccel.progress import terminal_progress
+
+    output = output.expanduser()
+    draw.check_output(output, force=force)
+    paths = find_images([place.expanduser() for place in images], besides=output)
+    with terminal_progress(enabled=console.bar(as_json)) as progress:
+        sheet = contact_sheet(paths, columns=columns, side=side, label=label, progress=progress)
+    draw.write_new(output, encode(sheet.image, output.suffix), force=force)
+    if as_json:
+        skipped = {str(path): reason for path, reason in sheet.skipped.items()}
+        console.print_json({"path": str(output), "images": sheet.shown, "columns": sheet.columns, "skipped": skipped})
+    else:
+        print(f"{sheet.shown} image{'s' * (sheet.shown != 1)} on {output}")
+    for reason in sheet.skipped.values():
+        console.say(f"left out: {reason}")
+    return FAULT if sheet.skipped else OK
+
+
+@app.command()
 def verify(
     model: ModelArgument = None,
     component: ComponentOption = None,

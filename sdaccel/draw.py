@@ -429,24 +429,33 @@ def output_paths(pattern: Path, seeds: Sequence[int], *, force: bool = False) ->
     name = pattern.name
     if len(seeds) > 1 and "{seed}" not in name and "{index}" not in name:
         name = f"{pattern.stem}-{{index}}{pattern.suffix}"
-    metadata.image_format(pattern.suffix)
     paths = [
         pattern.with_name(name.replace("{seed}", str(seed)).replace("{index}", str(index)))
         for index, seed in enumerate(seeds, 1)
     ]
     for path in paths:
-        if path.exists() and not force:
-            raise StoreError(f"{path} is there already.", hint="Choose another name with -o, or add --force.")
-        if not path.parent.is_dir():
-            raise StoreError(
-                f"the folder {path.parent} is not there.", hint="Make it first, or choose another with -o."
-            )
+        check_output(path, force=force)
     return paths
+
+
+def check_output(path: Path, *, force: bool = False) -> None:
+    """Raises what `write_new` would for an image, before there is one."""
+    metadata.image_format(path.suffix)
+    if path.exists() and not force:
+        raise StoreError(f"{path} is there already.", hint="Choose another name with -o, or add --force.")
+    if not path.parent.is_dir():
+        raise StoreError(f"the folder {path.parent} is not there.", hint="Make it first, or choose another with -o.")
 
 
 def save(drawn: Drawn, path: Path, *, force: bool = False) -> None:
     """Writes the image, its parameters and, into a PNG, the report; see `sdaccel.metadata`."""
     data = metadata.encode(drawn.image, path.suffix, parameters=drawn.parameters, details=drawn.report)
+    write_new(path, data, force=force)
+    drawn.path = path
+
+
+def write_new(path: Path, data: bytes, *, force: bool = False) -> None:
+    """Raises StoreError for a file that is there already, unless ``force``, and for one that cannot be written."""
     try:
         with path.open("wb" if force else "xb") as file:
             file.write(data)
@@ -454,7 +463,6 @@ def save(drawn: Drawn, path: Path, *, force: bool = False) -> None:
         raise StoreError(f"{path} is there already.", hint="Choose another name with -o, or add --force.") from None
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from None
-    drawn.path = path
 
 
 def report_lines(result: Result) -> list[str]:
