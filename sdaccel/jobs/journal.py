@@ -75,7 +75,8 @@ class Journal:
         except OSError as error:
             raise StoreError(f"{folder} cannot be written: {error.strerror or error}.") from None
         self._database = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
-        with self._told():
+        # SQLite does not wait for another process that turns the log on at the same time.
+        with self._told(), FileLock(folder / "opening.lock"):
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=FULL")
             version = self._database.execute("PRAGMA user_version").fetchone()[0]
