@@ -60,7 +60,7 @@ def read_json(lines: Lines, base: Path, name: str) -> Iterator[Found]:
             fault = f"{error}."
         last = first + text.count("\n", at, end)
         broken = [number for number in faults if first <= number <= last]
-        if broken:
+        if broken and "\ufffd" in text[at:end]:
             fault = f"line {broken[0]}: {faults[broken[0]]}"
         yield JobError(fault, place) if fault else _found(value, base, place)
         at = _blanks(text, end)

@@ -64,6 +64,8 @@ class Lines:
         try:
             line = self._text.readline(self.longest + 1)
             if not line:
+                self._ended = True
+                self.number -= 1
                 raise StopIteration
             if len(line) > self.longest and not line.endswith("\n"):
                 self._skip()

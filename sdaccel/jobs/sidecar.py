@@ -3,7 +3,8 @@
     {"sdaccel": "<version>", "job": {...}, "batch": {"position": 1, "jobs": [{...}, {...}]}, ...}
 
 ``job`` is as `Job.to_json` has it, one image with its seed; ``batch``, which may be left out, is what it was drawn
-together with. What else is there tells of the run and is not read. Files travel: nothing here is believed.
+together with, by the same model. What else is there tells of the run and is not read. Files travel: nothing of it is
+believed.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def from_sidecar(value: Mapping[str, Any], base: Path, source: str) -> Job:
     if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position < len(jobs):
         raise JobError(f"batch: position must be a number from 0 to {len(jobs) - 1}, not {shown(position)}.", source)
     together = tuple(_single(each, base, source, f"batch: job {at}") for at, each in enumerate(jobs))
+    if {each.model for each in together} - {None, job.model}:
+        raise JobError("batch: one call of a pipeline has one model.", source)
+    together = tuple(replace(each, model=job.model) for each in together)
     if together[position] != job:
         raise JobError(f"batch: job {position} is not the job that the file is of.", source)
     return replace(job, batch=together, position=position)
