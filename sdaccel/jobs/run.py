@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import queue
 import time
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdaccel.errors import StoreError
+from sdaccel.engine.store import Store
+from sdaccel.errors import SdaccelError, StoreError
 from sdaccel.jobs.job import Job, JobError
 from sdaccel.jobs.journal import Journal
 from sdaccel.jobs.names import Pattern
@@ -172,18 +174,16 @@ class Run:
         jobs: dict[str | None, list[Job]] = {}
         for job in self._jobs:
             jobs.setdefault(job.model, []).append(job)
-        found: dict[str | None, ModelFacts | Exception] = {}
+        found: dict[str | None, ModelFacts | SdaccelError] = {}
 
         def facts(job: Job) -> ModelFacts:
             if job.model not in found:
                 try:
                     found[job.model] = self._workers.prepare(job.model, jobs[job.model])
-                except Exception as error:
-                    if job.model is None or len(jobs) == 1:
-                        raise
+                except SdaccelError as error:
                     found[job.model] = error
             known = found[job.model]
-            if isinstance(known, Exception):
+            if isinstance(known, SdaccelError):
                 raise known
             return known
 
@@ -304,7 +304,10 @@ def _workers(wanted: Workers | int | None, options: Options, progress: Progress 
 
 
 def _home(options: Options) -> Path:
-    """Where the journal is: in the folder of images."""
+    """Where the journal is: in the folder of images, or in the store if they go to an address."""
+    if "://" in options.out:
+        digest = hashlib.sha256(options.out.rstrip("/").encode()).hexdigest()[:32]
+        return Store(options.store).root / "jobs" / digest
     return Path(options.out).expanduser() / OWN
 
 

@@ -36,7 +36,11 @@ class Storage(Protocol):
 
 
 def open_storage(out: str) -> Storage:
-    """Raises StoreError."""
+    """Raises StoreError, SettingError."""
+    if "://" in out:
+        from sdaccel.jobs.remote import open_folder
+
+        return open_folder(out)
     return Folder(Path(out).expanduser())
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdaccel import metadata
+from sdaccel import metadata, settings
 from sdaccel.draw import Request
 from sdaccel.errors import SettingError
 from sdaccel.jobs.job import Job
+from sdaccel.jobs.remote import is_address, local_model
 from sdaccel.jobs.storage import Storage, has_key
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
 
@@ -52,14 +53,21 @@ class Worker:
         opened = self._open(model)
         native = opened.checkpoint.native_side
         at_once: dict[tuple[int, int], int] = {}
+        refused: dict[tuple[int, int], str] = {}
         for job in jobs:
-            request = job.request(native, opened.guidance)
-            width, height = opened.size(request)
-            opened.ready(request)
-            if (width, height) not in at_once:
-                at_once[width, height] = self.options.batch_size or opened.largest_batch(width, height)
-        content = opened.content()
-        return ModelFacts(model, opened.checkpoint.name, content, native, opened.guidance, opened.settings(), at_once)
+            try:
+                request = job.request(native, opened.guidance)
+                size = opened.size(request)
+            except SettingError:  # its image cannot be read: the plan tells that of this job
+                continue
+            try:
+                opened.ready(request)
+            except SdaccelError as error:
+                refused[size] = str(error)
+            if size not in at_once:
+                at_once[size] = self.options.batch_size or opened.largest_batch(*size)
+        name, content, guidance = opened.checkpoint.name, opened.content(), opened.guidance
+        return ModelFacts(model, name, content, native, guidance, opened.settings(), at_once, refused)
 
     def draw(self, batch: BatchTask) -> Future[list[ImageResult]]:
         """Draws a batch; the future gives a result for each image that was to be written.
@@ -234,11 +242,13 @@ class _Model:
         self.options = options
         self.settle = settle
         self.progress = progress
-        choice = choose_model(named or options.model)
-        self.origin = str(choice.path)
+        self.store = Store(options.store)
+        wanted = named or options.model or settings.MODEL.value()
+        address = wanted if is_address(wanted) else None
+        choice = choose_model(local_model(address, self.store.root, progress) if address else named or options.model)
+        self.origin = address or str(choice.path)
         self.checkpoint = open_model(choice, **options.opening)
         self.guidance = usual_guidance(self.checkpoint)
-        self.store = Store(options.store)
         self.backend = pick_backend(options.backend) if options.engines else None
         self._base: Any = None
         self._own_scheduler: Any = None
