@@ -64,10 +64,17 @@ def plan(jobs: Sequence[Job], facts: Callable[[Job], ModelFacts]) -> Plan:
     for job in jobs:
         try:
             known = facts(job)
+        except SdaccelError as error:
+            if job.model is None:  # the model of the run
+                raise
+            found.faults.append(_fault(error, job))
+            index += job.n
+            continue
+        try:
             images = [_filled(job, known, each) for each in range(job.n)]
             keys = [image_key(image, known.content, known.settings) for image in images]
         except (SdaccelError, OSError) as error:
-            found.faults.append(error if isinstance(error, JobError) else JobError(str(error), job.source))
+            found.faults.append(_fault(error, job))
             index += job.n
             continue
         for image, key in zip(images, keys, strict=True):
@@ -84,6 +91,10 @@ def plan(jobs: Sequence[Job], facts: Callable[[Job], ModelFacts]) -> Plan:
                 found._fixed[key] = tuple(_companion(each, known) for each in job.batch)
                 found.contents |= {each.key: _content(each.job, known) for each in found._fixed[key]}
     return found
+
+
+def _fault(error: Exception, job: Job) -> JobError:
+    return error if isinstance(error, JobError) else JobError(str(error), job.source)
 
 
 def _filled(job: Job, facts: ModelFacts, offset: int) -> Job:

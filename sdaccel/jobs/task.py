@@ -55,6 +55,8 @@ class ModelFacts:
     """Backend and precision of its engines."""
     at_once: Mapping[tuple[int, int], int]
     """(width, height) → images at once."""
+    refused: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """(width, height) → why no engine could be had for it."""
 
 
 @dataclass(frozen=True)
