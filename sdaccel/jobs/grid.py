@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,12 @@ def _label(path: Path, label: str) -> str:
         return ""
     said = metadata.read(path).parameters if label != "name" else None
     text = "" if said is None else said.prompt if label == "prompt" else said.facts.get("Seed", "")
-    return text or path.name
+    return _in_ascii(text or path.name)
+
+
+def _in_ascii(text: str) -> str:
+    """Letters without their accents: Pillow's own font has no others, and shows boxes for what is left."""
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
 
 
 def _wrapped(text: str, font: Any, width: int, lines: int) -> list[str]:

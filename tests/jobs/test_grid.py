@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
         ("1.png", "2.jpg", "img 3.webp", "img 10.PNG", "img 11.png"), COLOURS, sizes, strict=True
     ):
         facts = [("Steps", 1), ("Seed", 40 + size[0]), ("Size", "1x1")]
-        text = write_parameters(f"a {name} circle", "", facts) if name != "1.png" else ""
+        text = write_parameters(f"é {name} circle", "", facts) if name != "1.png" else ""
         (tmp_path / name).write_bytes(encode(Image.new("RGB", size, colour), Path(name).suffix, parameters=text))
     (tmp_path / "notes.txt").write_text("no image", encoding="utf-8")
     (tmp_path / "inner.png").mkdir()
@@ -74,7 +74,7 @@ def test_what_files_say_is_the_label(folder, monkeypatch):
     paths = find_images([folder])
     for label in ("seed", "prompt", "name", "none"):
         contact_sheet(paths[:2], side=64, label=label)
-    assert said == ["1.png", "104", "1.png", "a 2.jpg circle", "1.png", "2.jpg", "", ""]
+    assert said == ["1.png", "104", "1.png", "e 2.jpg circle", "1.png", "2.jpg", "", ""]
 
 
 def test_long_labels_are_cut_with_an_ellipsis():
