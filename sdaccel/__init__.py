@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sdaccel.builder import BuilderConfig, build
     from sdaccel.engine.store import Entry, Store
     from sdaccel.integrations.diffusers import accelerate, restore
+    from sdaccel.jobs.run import generate
     from sdaccel.models.checkpoint import open_checkpoint
     from sdaccel.profile import ImageProfile, OptimizationProfile, parse_profiles
     from sdaccel.runtime import RunReport
@@ -30,12 +31,13 @@ _HOMES = {
     "Store": "engine.store",
     "accelerate": "integrations.diffusers",
     "build": "builder",
+    "generate": "jobs.run",
     "open_checkpoint": "models.checkpoint",
     "parse_profiles": "profile",
     "restore": "integrations.diffusers",
 }
 __all__ = ["BuilderConfig", "Entry", "ImageProfile", "OptimizationProfile", "RunReport", "Store"]
-__all__ += ["accelerate", "build", "open_checkpoint", "parse_profiles", "restore"]
+__all__ += ["accelerate", "build", "generate", "open_checkpoint", "parse_profiles", "restore"]
 
 
 def __getattr__(name: str) -> Any:

@@ -109,6 +109,7 @@ def summary_lines(run: Run) -> list[str]:
         (summary.missing, "are missing: run the same command with --resume"),
     )
     counts += [f"{number} {text}" for number, text in told if number]
+    counts += [f"{told}, {number} images" for told, number in summary.ran.items()]
     counts += [f"set aside, {count}: {error}" for error, count in summary.errors.items()]
     counts += [f"of {count} images: {note}" for note, count in summary.notes.items()]
     if summary.faults:

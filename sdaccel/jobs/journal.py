@@ -187,7 +187,7 @@ class Journal:
                 self._append(STARTED, batch)
         if not wanted:
             return []
-        model = self._one("SELECT model FROM batches WHERE id=?", batch)[0]
+        ((model,),) = self._all("SELECT model FROM batches WHERE id=?", batch)
         rows = self._all("SELECT key, number, name, job FROM images WHERE batch=? ORDER BY position", batch)
         images = tuple(ImageTask(key, _read(job), number, name or "") for key, number, name, job in rows)
         together = tuple(i for i, image in enumerate(images) if image.key in wanted and not states[image.key].crashes)

@@ -7,10 +7,12 @@ import os
 import queue
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from sdaccel import settings
@@ -279,6 +281,8 @@ def _serve(pipe: Any, options: Options, place: _Place) -> None:
     if place.threads is not None:
         os.environ[settings.THREADS.name] = os.environ["OMP_NUM_THREADS"] = str(place.threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and that one tells us
+    if not settings.DEBUG.value():
+        warnings.simplefilter("ignore")
     from sdaccel.jobs.storage import open_storage
     from sdaccel.jobs.worker import Worker
 
@@ -311,7 +315,11 @@ def _serve(pipe: Any, options: Options, place: _Place) -> None:
             else:
                 send("crashed", (number, crash(batch, error)))
             continue
-        future.add_done_callback(lambda done, n=number, b=batch: send("drawn", (n, outcome(b, done))))
+        future.add_done_callback(partial(_tell, send, number, batch))
+
+
+def _tell(send: Callable[[str, Any], None], number: int, batch: BatchTask, done: Future[list[ImageResult]]) -> None:
+    send("drawn", (number, outcome(batch, done)))
 
 
 def _text(error: Exception) -> str:

@@ -7,7 +7,7 @@ import json
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Summary:
     """Jobs that could not be read or planned, with their place."""
     errors: dict[str, int] = field(default_factory=dict)
     """Why images were set aside → how many"""
+    ran: dict[str, int] = field(default_factory=dict)
+    """ "unet: engine" and the like → how many images"""
     notes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     """from the first batch to the last file"""
@@ -248,7 +250,7 @@ class Run:
                 else:
                     self._count_failure(state.failed)
 
-    def _take(self, event: Any, waiting: deque[int]) -> Iterator[ImageResult]:
+    def _take(self, event: Any, waiting: deque[int]) -> Generator[ImageResult, None, bool]:
         """Writes what happened into the journal; returns whether the run has to stop."""
         if isinstance(event, Gone):
             self.summary.stopped = str(event.error)
@@ -275,6 +277,9 @@ class Run:
             self._journal.done(batch.id, result.key, name=result.name, bytes=result.nbytes, seconds=result.seconds)
             self._open.discard(result.key)
             self.summary.drawn += 1
+            for component, how in result.engines.items():
+                told = f"{component}: {how}"
+                self.summary.ran[told] = self.summary.ran.get(told, 0) + 1
             yield result
         for error, results in bad.items():
             yield from self._crashed(batch, {result.key for result in results}, error, waiting)
@@ -339,8 +344,10 @@ def generate(
     """
     from sdaccel.jobs.reading import jobs_from, read_jobs
 
-    read = read_jobs if isinstance(jobs, (str, Path)) else jobs_from
-    found = read(jobs, defaults or {}, expand, seed)
+    if isinstance(jobs, (str, Path)):
+        found = read_jobs(jobs, defaults, expand, seed)
+    else:
+        found = jobs_from(jobs, defaults, expand, seed)
     chosen = Options(out=str(out), **options)
     return Run(
         found.jobs,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdaccel import metadata, settings
 from sdaccel.draw import Request
-from sdaccel.errors import SettingError
+from sdaccel.errors import SdaccelError, SettingError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.remote import is_address, local_model
 from sdaccel.jobs.storage import Storage, has_key
@@ -162,8 +162,8 @@ class Worker:
             text = json.dumps({**details, "key": task.key}, ensure_ascii=False, indent=1)
             side = str(Path(name).with_suffix(".json"))
             self.storage.write(side, text.encode(), lambda there: has_key(there, task.key))
-        facts = {"seconds": share, "memory": drawn.memory, "engines": drawn.engines(), "notes": drawn.notes}
-        return ImageResult(task.key, task.index, name, seed, len(data), **facts)
+        ran = drawn.engines()
+        return ImageResult(task.key, task.index, name, seed, len(data), share, drawn.memory, ran, drawn.notes)
 
 
 @dataclass
