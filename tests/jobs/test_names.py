@@ -110,9 +110,12 @@ def test_numbers_for_what_is_taken():
         assert found not in held and len(f"{found}.part".encode()) <= MOST_BYTES
         assert found.endswith(f"é-{number}.jpeg" if number > 1 else "é.jpeg")
         held.add(found)
+    many = replace(JOB, prompt="a" * 300)
+    late = pattern.name(many, 1, ".png", lambda each: "-" not in each or int(each[:-4].rpartition("-")[2]) < 90_000)
+    assert late.endswith("a-90000.png") and len(f"{late}.part") <= MOST_BYTES
     asked: list[str] = []
-    many = pattern.name(JOB, 1, ".png", lambda each: asked.append(each) or len(asked) < 110)
-    assert len(asked) < 140 and many.startswith("a cat-")
+    found = pattern.name(JOB, 1, ".png", lambda each: asked.append(each) or len(asked) < 110)
+    assert len(asked) < 140 and found.startswith("a cat-")
     with pytest.raises(SettingError, match="files of one name already"):
         pattern.name(JOB, 1, ".png", lambda each: True)
 
