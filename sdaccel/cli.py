@@ -635,6 +635,10 @@ def bench(
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Time torch.compile too.")] = False,
     overhead: Annotated[bool, typer.Option("--overhead/--no-overhead", help="Time the swap into a pipeline.")] = True,
+    suite: Annotated[
+        str, typer.Option("--suite", metavar="NAME", help="components, or batch: what sdaccel batch keeps of it.")
+    ] = "components",
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Of --suite batch.")] = 20,
     allow_pickle: PickleOption = False,
     variant: VariantOption = None,
     vae: VaeOption = None,
@@ -644,6 +648,12 @@ def bench(
     as_json: JsonOption = False,
 ) -> int:
     """Time engines against torch, side by side in one run: same inputs, same threads, in turn."""
+    if suite == "batch":
+        opening = {"allow_pickle": allow_pickle, "variant": variant, "vae": vae, "prediction_type": prediction_type}
+        chosen = {"model": model, "store": str(store) if store else None, "backend": _backend(backend)}
+        return _bench_batch(chosen, opening, res, batch, steps, repeats, as_json)
+    if suite != "components":
+        raise SettingError(f"there is no suite {suite!r}: components, batch.")
     from sdaccel.bench import bench as run_bench
     from sdaccel.profile import parse_profiles
     from sdaccel.progress import terminal_progress
@@ -731,6 +741,37 @@ def _store(place: Path | None) -> Store:
     from sdaccel.engine.store import Store
 
     return Store(place)
+
+
+def _bench_batch(
+    chosen: dict[str, Any],
+    opening: dict[str, Any],
+    res: str | None,
+    batch: str | None,
+    steps: int,
+    repeats: int,
+    as_json: bool,
+) -> int:
+    from statistics import median
+
+    from sdaccel.jobs.task import Options
+    from sdaccel.jobs.throughput import bench_batch
+    from sdaccel.progress import terminal_progress
+
+    width, height = _one_size(res, None, None)
+    options = Options("", batch_size=_count(batch, "--batch") if batch else None, opening=opening, **chosen)
+    with terminal_progress(enabled=console.bar(as_json)) as progress:
+        found = bench_batch(options, width=width, height=height, steps=steps, repeats=repeats, progress=progress)
+    if as_json:
+        console.print_json(found.to_json())
+        return OK
+    shape = f"{found.width}x{found.height}, {found.at_once} at once, {found.steps} steps"
+    bare, loop = (f"{median(rates):.4g} ({min(rates):.4g}-{max(rates):.4g})" for rates in (found.bare, found.loop))
+    names = ["model", "shape", "engine calls alone, images/s", "batch, images/s", "ratio"]
+    console.print_table(names, [[found.model, shape, bare, loop, f"{found.ratio:.1%}"]])
+    facts = found.machine
+    print(f"medians of {repeats} runs of {found.images} images; {facts.get('gpu') or facts['cpu']}; {facts['date']}")
+    return OK
 
 
 def _count(text: str, option: str) -> int:

@@ -13,13 +13,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sdaccel import settings
 from sdaccel.errors import BackendError, Cancelled, SdaccelError, SettingError, StoreError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.storage import Storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
+
+if TYPE_CHECKING:
+    from sdaccel.jobs.worker import Worker
 
 Progress = Callable[[str, float], None]
 AHEAD = 2
@@ -87,6 +90,13 @@ class Here:
 
         self.events: queue.Queue[Any] = queue.Queue()
         self._worker = Worker(options, open_storage(options.out), progress)
+
+    @classmethod
+    def around(cls, worker: Worker) -> Here:
+        """With a worker that there is already."""
+        here = cls.__new__(cls)
+        here.events, here._worker = queue.Queue(), worker
+        return here
 
     def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
         return self._worker.prepare(model, jobs)
