@@ -59,8 +59,8 @@ class Cluster:
     "local" is one that is started here and ended with us; or the ``host:port`` of a cluster that this machine has
     joined. actors: None is one for each GPU, or for every two CPUs where there is no GPU.
 
-    An actor holds at most two batches. One that is lost costs these: the first is told as crashed, and each is drawn
-    with nothing else beside it the next time, so that it is known which of them did it. A new actor takes its place.
+    An actor holds at most two batches. One that is lost costs these, and a new one takes its place. They are drawn
+    again, each with nothing else beside it: a batch that takes another actor along then is told as crashed.
 
     Raises SettingError: no Ray, no such cluster, one without token authentication, an ``out`` that others cannot see.
     """
@@ -83,10 +83,14 @@ class Cluster:
         self._seats: list[_Seat] = []
         self._number = 0
         self._draws_with: str | None = None
-        self._session = _Session(address, actors)
+        self._options = self._everywhere(options)
+        try:
+            self._session = _Session(address, actors)
+        except BaseException:
+            self._unmark()
+            raise
         atexit.register(self.close, now=True)
         try:
-            self._options = self._everywhere(options)
             self._seats = self._seated(actors)
             self._deadline = time.monotonic() + START
             for seat in self._seats:
@@ -110,15 +114,22 @@ class Cluster:
         asked = actor.prepare.remote(model, list(jobs))
         try:
             while not ray.wait([asked], timeout=1.0)[0]:
-                stage = ray.get(actor.stage.remote(), timeout=60)
-                if stage is not None and self._progress is not None:
-                    self._progress(*stage)
+                self._tell(actor)
             answer = ray.get(asked)
         except ray.exceptions.RayError as error:
             raise BackendError(f"the worker that opened the model {_how(error)}.") from None
         if isinstance(answer, SdaccelError):
             raise answer
         return answer
+
+    def _tell(self, actor: Any) -> None:
+        """How far an actor is with what it prepares."""
+        ray = self._session.ray
+        asked = actor.stage.remote()
+        if self._progress is not None and ray.wait([asked], timeout=1.0)[0]:
+            stage = ray.get(asked)
+            if stage is not None:
+                self._progress(*stage)
 
     def has_room(self) -> bool:
         with self._lock:
@@ -141,16 +152,19 @@ class Cluster:
         self._inbox.put(None)
         ray = self._session.ray
         actors = [seat.actor for seat in self._seats if seat.actor is not None]
-        if not now:
+        if actors and not now:
             with suppress(ray.exceptions.RayError):
-                ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors) or 1, timeout=START)
+                ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=START)
         for actor in actors:
             with suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor)
+        self._unmark()
+        self._session.close()
+
+    def _unmark(self) -> None:
         if self._mark is not None:
             with suppress(OSError):
                 self._mark.unlink(missing_ok=True)
-        self._session.close()
 
     # ---- actors
 
@@ -178,7 +192,8 @@ class Cluster:
             if actors is not None and actors > devices:
                 raise SettingError(f"actors={actors} are more than the {devices} GPUs of the cluster.")
             return [_Seat(gpu=True, threads=None) for _ in range(actors or devices)]
-        cores = os.cpu_count() or 1 if self._session.own else int(sum(each.get("CPU", 0) for each in resources))
+        here = os.cpu_count() or 1
+        cores = here if self._session.own else int(sum(each.get("CPU", 0) for each in resources))
         count = actors or max(1, cores // 2)
         return [_Seat(gpu=False, threads=max(1, cores // count)) for _ in range(count)]
 
@@ -213,7 +228,11 @@ class Cluster:
                 continue
             if step is None or self._closed:
                 return
-            step()
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - nobody else would tell it
+                self._gone(BackendError(f"the workers on Ray cannot go on: {type(error).__name__}: {error}."))
+                return
 
     def _check_start(self) -> None:
         with self._lock:
@@ -225,13 +244,21 @@ class Cluster:
                 self._gone(BackendError(text, hint="Run: ray status"))
 
     def _gone(self, error: SdaccelError) -> None:
-        self.events.put(Gone(error))
-        self._lock.notify_all()
+        with self._lock:
+            self.events.put(Gone(error))
+            self._lock.notify_all()
 
     def _arrived(self, seat: _Seat, actor: Any, future: Future[_Facts]) -> None:
+        error = future.exception()
+        if isinstance(error, self._session.ray.exceptions.RayActorError):
+            self._left(seat, actor, future)
+            return
         with self._lock:
-            if self._closed or seat.actor is not actor or future.exception() is not None:
-                return  # `_left` takes care
+            if self._closed or seat.actor is not actor:
+                return
+            if error is not None:
+                self._leave(seat, f"a worker does not take part: it {_how(error)}.")
+                return
             facts = future.result()
             fault = facts.fault
             if not fault and facts.version != __version__:
@@ -246,7 +273,7 @@ class Cluster:
             self._hand_out()
             self._lock.notify_all()
 
-    def _left(self, seat: _Seat, actor: Any, future: Future[None]) -> None:
+    def _left(self, seat: _Seat, actor: Any, future: Future[Any]) -> None:
         """An actor is gone. Its batches were not drawn; another takes its place."""
         error = future.exception()
         ray = self._session.ray
@@ -255,19 +282,19 @@ class Cluster:
                 return
             lost, seat.batches = list(seat.batches.values()), {}
             where = seat.facts.node if seat.facts is not None else "some machine"
+            guilty = len(lost) == 1 and lost[0].id in self._suspects
             self._suspects.update(batch.id for batch in lost)
             seat.idle_losses = 0 if lost else seat.idle_losses + 1
             seat.facts, seat.model = None, None
             with suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor)  # it may only be out of reach
-            for batch in lost[:1]:
-                self.events.put(Crashed(batch, f"its worker on {where} {_how(error)}"))
-            for batch in lost[1:]:
-                self.events.put(Crashed(batch, ""))
+            for batch in lost:
+                self.events.put(Crashed(batch, f"its worker on {where} {_how(error)}" if guilty else ""))
             if seat.idle_losses > RESTARTS:
                 times = f"{seat.idle_losses} times in a row"
                 self._leave(seat, f"a worker on {where} was lost {times}: it {_how(error)}.")
             else:
+                self._note(f"a worker on {where} {_how(error)}, another takes its place.")
                 self._fill(seat)
 
     def _leave(self, seat: _Seat, text: str) -> None:
@@ -275,11 +302,15 @@ class Cluster:
         actor, seat.actor = seat.actor, None
         with suppress(self._session.ray.exceptions.RayError, ValueError):
             self._session.ray.kill(actor)
+        self._note(text)
+        if not self._seats:
+            self._gone(BackendError(f"no worker is left: {text}"))
+
+    def _note(self, text: str) -> None:
+        """Told at once, and with the next image that is drawn."""
         self._notes.append(text)
         if self._progress is not None:
             self._progress(text, 0.0)
-        if not self._seats:
-            self._gone(BackendError(f"no worker is left: {text}"))
 
     # ---- batches
 
@@ -301,16 +332,16 @@ class Cluster:
             self._number = number = self._number + 1
             seat.batches[number], seat.model = batch, batch.model
             drawn = seat.actor.draw.remote(batch)
-            self._when_done(drawn, partial(self._drawn, seat, number))
+            self._when_done(drawn, partial(self._drawn, seat, seat.actor, number))
 
-    def _drawn(self, seat: _Seat, number: int, future: Future[Any]) -> None:
-        ray = self._session.ray
+    def _drawn(self, seat: _Seat, actor: Any, number: int, future: Future[Any]) -> None:
         error = future.exception()
+        if isinstance(error, self._session.ray.exceptions.RayActorError):
+            self._left(seat, actor, future)
+            return
         with self._lock:
             if self._closed or number not in seat.batches:
                 return
-            if isinstance(error, ray.exceptions.RayActorError):
-                return  # `_left` takes care
             batch = seat.batches.pop(number)
             event = crash(batch, error) if error is not None else future.result()
             if isinstance(event, Drawn) and event.results and self._notes:
@@ -377,6 +408,7 @@ class _Actor:
         with suppress(OSError):
             os.chdir(folder)  # relative paths of models and images mean what they mean to the one who asks
         self._options = options
+        self._threads = threads
         self._mark = mark
         self._stage: tuple[str, float] | None = None
         self._drawing = ThreadPoolExecutor(1, "sdaccel-draw")
@@ -392,11 +424,15 @@ class _Actor:
 
     def _opened(self) -> str:
         """What it draws with. Raises SdaccelError if it cannot take part."""
+        import torch
+
         from sdaccel.backends.base import pick_backend
         from sdaccel.jobs.storage import open_storage
         from sdaccel.jobs.worker import Worker
         from sdaccel.model_choice import choose_model
 
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         options = self._options
         if self._mark is not None and not _appears(Path(self._mark)):
             raise SettingError(
@@ -528,12 +564,12 @@ class _Session:
         self._set({"RAY_AUTH_MODE": "token"})
         self._read_again()
         _refuse_open(address)
+        if not _answers(
+            address, {name: os.environ[name] for name in (*_TOKENS, "RAY_AUTH_MODE") if name in os.environ}
+        ):
+            raise SettingError(f"the Ray cluster {address} has another token than this machine.", hint=_WITH_TOKENS)
         try:
             self.ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except self.ray.exceptions.AuthenticationError:
-            raise SettingError(
-                f"the Ray cluster {address} has another token than this machine.", hint=_WITH_TOKENS
-            ) from None
         except (OSError, RuntimeError, ValueError, self.ray.exceptions.RayError) as error:
             raise SettingError(
                 f"the Ray cluster {address} cannot be joined: {_line(error)}.",
@@ -608,23 +644,40 @@ def _running() -> str | None:
 
 
 def _refuse_open(address: str) -> None:
-    """Asks the cluster for its state without a token. Raises SettingError unless it refuses to answer."""
-    environment = {name: value for name, value in os.environ.items() if name not in _TOKENS}
-    environment["RAY_AUTH_MODE"] = "disabled"
+    """Raises SettingError if the cluster tells its state to one without a token."""
+    if not _answers(address, {"RAY_AUTH_MODE": "disabled"}):
+        return
+    raise SettingError(
+        f"the Ray cluster {address} takes commands without a token: whoever reaches it can run any code on its "
+        "machines. It is not used.",
+        hint=_WITH_TOKENS,
+    )
+
+
+def _answers(address: str, token: Mapping[str, str]) -> bool:
+    """Whether the cluster tells its state, or refuses to for want of the right token.
+
+    token: of the environment. Raises SettingError if it does neither.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in (*_TOKENS, "RAY_AUTH_MODE")}
     command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     try:
-        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    except subprocess.TimeoutExpired:
-        raise SettingError(f"the Ray cluster {address} does not answer.", hint="Run: ray status") from None
-    if asked.returncode == 0:
-        raise SettingError(
-            f"the Ray cluster {address} takes commands without a token: whoever reaches it can run any code on its "
-            "machines. It is not used.",
-            hint=_WITH_TOKENS,
+        asked = subprocess.run(
+            command, env={**environment, **token}, capture_output=True, text=True, timeout=60, check=False
         )
-    if "authenticat" not in asked.stderr.lower():
+    except subprocess.TimeoutExpired:
+        reason = "it takes longer than a minute"
+    else:
+        if asked.returncode == 0:
+            return True
+        if "authenticat" in asked.stderr.lower():
+            return False
         lines = [line.strip() for line in asked.stderr.splitlines() if line.strip()]
-        raise SettingError(f"the Ray cluster {address} does not answer: {lines[-1][:300] if lines else 'no reason'}.")
+        reason = lines[-1][:300] if lines else "no reason is given"
+    raise SettingError(
+        f"the Ray cluster {address} does not answer: {reason}.",
+        hint=f"Run: ray status --address={address}; after a cluster has ended without it, ray stop.",
+    )
 
 
 def _line(error: BaseException) -> str:
