@@ -50,7 +50,7 @@ def draw_jobs(
     finally:
         if sheet and run.images and "://" not in options.out:
             rows = [_row(entry) for entry in run.entries()]
-            write_sheet(Path(options.out).expanduser() / SHEET, f"{Path(jobs).name}: {len(rows)} images", rows)
+            write_sheet(Path(options.out).expanduser() / SHEET, Path(jobs).name, rows)
     return run
 
 

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from sdaccel.errors import StoreError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.storage import DiskFull
-from sdaccel.jobs.task import BatchTask, ImageTask
+from sdaccel.jobs.task import BatchTask, ImageResult, ImageTask
 
 FILE = "journal.sqlite"
 CRASHES = 2
@@ -195,8 +195,11 @@ class Journal:
         tasks = [BatchTask(batch, model, images, together)] if together else []
         return tasks + [BatchTask(batch, model, (image,), (0,)) for image in alone]
 
-    def done(self, batch: int, key: str, **facts: object) -> None:
-        self._event(DONE, batch, key, facts)
+    def done(self, batch: int, results: Iterable[ImageResult]) -> None:
+        with self._told(), self._transaction():
+            for result in results:
+                facts = {"name": result.name, "bytes": result.nbytes, "seconds": result.seconds}
+                self._append(DONE, batch, result.key, facts)
 
     def crashed(self, batch: int, keys: Iterable[str], error: str) -> list[str]:
         """Notes that drawing these images ended in ``error``; returns the keys that are set aside for it now."""
@@ -217,10 +220,6 @@ class Journal:
                 self._append(RETRIED, batch, key)
 
     # ---- rows
-
-    def _event(self, kind: str, batch: int, key: str, facts: Mapping[str, object]) -> None:
-        with self._told(), self._transaction():
-            self._append(kind, batch, key, facts)
 
     def _append(self, kind: str, batch: int, key: str | None = None, facts: Mapping[str, object] | None = None) -> None:
         self._database.execute(

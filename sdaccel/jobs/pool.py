@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sdaccel import settings
-from sdaccel.errors import BackendError, Cancelled, SdaccelError, SettingError, StoreError
+from sdaccel.errors import BackendError, SdaccelError, SettingError, StoreError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.storage import Storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
@@ -82,40 +82,50 @@ def crash(batch: BatchTask, error: BaseException) -> Crashed:
 
 
 class Here:
-    """A single worker in this process: `submit` returns when the batch's latents are there."""
+    """A single worker in this process, in a thread of its own: what is told of one batch costs the next no time."""
 
-    def __init__(self, options: Options, progress: Progress | None = None):
+    def __init__(self, options: Options, progress: Progress | None = None, worker: Worker | None = None):
+        """worker: one that there is already; it stays open."""
         from sdaccel.jobs.storage import open_storage
         from sdaccel.jobs.worker import Worker
 
         self.events: queue.Queue[Any] = queue.Queue()
-        self._worker = Worker(options, open_storage(options.out), progress)
-
-    @classmethod
-    def around(cls, worker: Worker) -> Here:
-        """With a worker that there is already."""
-        here = cls.__new__(cls)
-        here.events, here._worker = queue.Queue(), worker
-        return here
+        self._owned = worker is None
+        self._worker = worker or Worker(options, open_storage(options.out), progress)
+        self._batches: queue.Queue[BatchTask | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._draw, name="sdaccel-draw", daemon=True)
+        self._thread.start()
 
     def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
         return self._worker.prepare(model, jobs)
 
     def has_room(self) -> bool:
-        return True
+        return self._batches.qsize() < AHEAD - 1
 
     def submit(self, batch: BatchTask) -> None:
-        try:
-            future = self._worker.draw(batch)
-        except (KeyboardInterrupt, Cancelled):
-            raise
-        except Exception as error:  # noqa: BLE001 - a job may end in anything; it is told and set aside
-            self.events.put(crash(batch, error))
-            return
-        future.add_done_callback(lambda done: self.events.put(outcome(batch, done)))
+        self._batches.put(batch)
+
+    def _draw(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            try:
+                future = self._worker.draw(batch)
+            except Exception as error:  # noqa: BLE001 - a job may end in anything; it is told and set aside
+                self.events.put(crash(batch, error))
+                continue
+            future.add_done_callback(partial(self._tell, batch))
+
+    def _tell(self, batch: BatchTask, done: Future[list[ImageResult]]) -> None:
+        self.events.put(outcome(batch, done))
 
     def close(self, *, now: bool = False) -> None:
-        self._worker.close(now=now)
+        if now:
+            with suppress(queue.Empty):
+                while True:
+                    self._batches.get_nowait()
+        self._batches.put(None)
+        self._thread.join()
+        if self._owned:
+            self._worker.close(now=now)
 
 
 # ---- in processes of their own

@@ -58,6 +58,14 @@ class Summary:
     def missing(self) -> int:
         return self.asked - self.before - self.drawn - self.elsewhere - self.failed
 
+    def count(self, result: ImageResult) -> None:
+        self.drawn += 1
+        for component, how in result.engines.items():
+            told = f"{component}: {how}"
+            self.ran[told] = self.ran.get(told, 0) + 1
+        for note in result.notes:
+            self.notes[note] = self.notes.get(note, 0) + 1
+
     def to_json(self) -> dict[str, Any]:
         rate = round(self.drawn / self.seconds, 4) if self.seconds else None
         return {"ok": self.ok, **vars(self), "missing": self.missing, "images_per_second": rate}
@@ -267,20 +275,16 @@ class Run:
             yield from self._crashed(batch, keys, event.error, waiting)
             return False
         assert isinstance(event, Drawn)
+        good = [result for result in event.results if result.ok]
+        self._journal.done(batch.id, good)
+        for result in good:
+            self._open.discard(result.key)
+            self.summary.count(result)
+            yield result
         bad: dict[str, list[ImageResult]] = {}
         for result in event.results:
-            for note in result.notes:
-                self.summary.notes[note] = self.summary.notes.get(note, 0) + 1
             if not result.ok:
                 bad.setdefault(result.error, []).append(result)
-                continue
-            self._journal.done(batch.id, result.key, name=result.name, bytes=result.nbytes, seconds=result.seconds)
-            self._open.discard(result.key)
-            self.summary.drawn += 1
-            for component, how in result.engines.items():
-                told = f"{component}: {how}"
-                self.summary.ran[told] = self.summary.ran.get(told, 0) + 1
-            yield result
         for error, results in bad.items():
             yield from self._crashed(batch, {result.key for result in results}, error, waiting)
         return False

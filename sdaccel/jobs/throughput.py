@@ -12,6 +12,7 @@ from typing import Any
 from sdaccel.bench import default_threads, machine_facts
 from sdaccel.errors import BackendError, SettingError
 from sdaccel.jobs.job import Job
+from sdaccel.jobs.pool import Here
 from sdaccel.jobs.run import Run
 from sdaccel.jobs.storage import open_storage
 from sdaccel.jobs.task import BatchTask, ImageTask, Options
@@ -52,7 +53,7 @@ def bench_batch(
     width: int | None = None,
     height: int | None = None,
     steps: int = 20,
-    batches: int = 4,
+    batches: int = 8,
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> Throughput:
@@ -79,7 +80,9 @@ def bench_batch(
                 bare.append(at_once * batches / _seconds_of(calls, batches))
                 report("a run", (number + 0.5) / repeats)
                 jobs = [replace(job, n=at_once * batches, seed=1000 * number, width=width, height=height)]
-                run = Run(jobs, replace(options, out=f"{folder}/{number}"), workers=_Lent(worker, f"{folder}/{number}"))
+                chosen = replace(options, out=f"{folder}/{number}")
+                worker.storage = open_storage(chosen.out)
+                run = Run(jobs, chosen, workers=Here(chosen, worker=worker))
                 for result in run:
                     if not result.ok:
                         raise BackendError(f"an image could not be drawn: {result.error}.")
@@ -91,23 +94,6 @@ def bench_batch(
     machine = {**machine_facts(default_threads(), device), **settings}
     total = at_once * batches
     return Throughput(machine, facts.name, width, height, steps, at_once, total, tuple(bare), tuple(loop))
-
-
-class _Lent:
-    """The one worker, which is not closed after a run: its engines stay loaded."""
-
-    def __init__(self, worker: Worker, folder: str):
-        from sdaccel.jobs.pool import Here
-
-        worker.storage = open_storage(folder)
-        self._here = Here.around(worker)
-        self.events = self._here.events
-        self.prepare = self._here.prepare
-        self.has_room = self._here.has_room
-        self.submit = self._here.submit
-
-    def close(self, *, now: bool = False) -> None:
-        pass
 
 
 def _calls_of_a_batch(worker: Worker, job: Job, model: str | None, at_once: int) -> Calls:

@@ -92,6 +92,7 @@ class Worker:
         self._close_model()
 
     def _open(self, model: str | None) -> _Model:
+        model = model or self.options.model
         if self._model is None or self._model.named != model:
             self._close_model()
             self._model = _Model(model, self.options, self._settle, self.progress)
@@ -159,7 +160,7 @@ class Worker:
         )
         name = self.storage.write(task.name, data, lambda there: has_key(there, task.key))
         if self.options.sidecar or self.options.format != "png":
-            text = json.dumps({**details, "key": task.key}, ensure_ascii=False, indent=1)
+            text = json.dumps({**details, "key": task.key}, indent=1)
             side = str(Path(name).with_suffix(".json"))
             self.storage.write(side, text.encode(), lambda there: has_key(there, task.key))
         ran = drawn.engines()
