@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -329,11 +330,18 @@ def _draw(
 
 def call(pipe: Any, request: Request, arguments: dict[str, Any]) -> Any:
     """What the pipeline returns. Raises SettingError with diffusers' own words for what it refuses."""
+    with refusals(pipe, request):
+        return pipe(**arguments)
+
+
+@contextmanager
+def refusals(pipe: Any, request: Request) -> Iterator[None]:
+    """Without gradients; what the pipeline refuses becomes a SettingError with diffusers' own words."""
     import torch
 
     try:
         with torch.inference_mode():
-            return pipe(**arguments)
+            yield
     except ValueError as error:
         if isinstance(error, SettingError):
             raise

@@ -233,11 +233,13 @@ class Accelerated:
         self.pipe.__class__ = self._class
         del self.pipe.sdaccel
 
-    def beside(self, component: str) -> Accelerated:
-        """The engines of ``component`` with a lock and reports of their own, for a thread that runs it by
-        `Accelerated.generate` while another thread is in a call of the pipeline. `detach` ends it."""
-        other = Accelerated(_Part(source_of(component), self.swaps[component].module), self.fallback)
-        other.swap(component, self.contexts[component])
+    def beside(self, *components: str) -> Accelerated:
+        """The engines of some components with a lock and reports of their own, for a thread that runs them by
+        `Accelerated.generate` while another is in a call of the pipeline. `detach` ends it."""
+        mine = [name for name in components if name in self.swaps]
+        other = Accelerated(_Part({source_of(name): self.swaps[name].module for name in mine}), self.fallback)
+        for name in mine:
+            other.swap(name, self.contexts[name])
         other.attach()
         return other
 
@@ -333,10 +335,10 @@ class Accelerated:
 
 
 class _Part:
-    """Stands for a pipeline of a single module."""
+    """Stands for a pipeline of these modules alone."""
 
-    def __init__(self, source: str, module: nn.Module):
-        setattr(self, source, module)
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self.__dict__.update(modules)
         self.scheduler = self
 
 

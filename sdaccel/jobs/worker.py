@@ -1,7 +1,7 @@
-"""Draws batches and writes their images, one stage behind the other.
+"""Draws batches and writes their images in stages: prompts, latents, pixels, files.
 
-The calling thread runs the pipeline up to the latents and is free for the next batch; a second thread decodes them, and
-a few more encode and write files. On a GPU decoding has a stream of its own.
+Each stage has a thread of its own (files a few), so that while a batch is drawn the prompts of the next are encoded and
+the latents of the one before are decoded and written. On a GPU decoding has a stream of its own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdaccel import metadata, settings
 from sdaccel.draw import Request
@@ -25,31 +25,34 @@ from sdaccel.jobs.job import Job
 from sdaccel.jobs.remote import is_address, local_model
 from sdaccel.jobs.storage import Storage, has_key
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
-
-if TYPE_CHECKING:
-    from sdaccel.runtime import RunReport
+from sdaccel.runtime import RunReport
 
 Progress = Callable[[str, float], None]
 WRITERS = 4
-AHEAD = 2
-"""Batches whose images may still be on their way to the disk while the next is drawn."""
+AHEAD = 3
+"""Batches that may be on their way: the one that is drawn, the next, and the one before."""
 
 
 class Worker:
-    """Owns one model at a time and its engines. `draw` is for one thread; results come from others."""
+    """Owns one model at a time and its engines. `prepare` and `draw` are for one thread."""
 
     def __init__(self, options: Options, storage: Storage, progress: Progress | None = None):
         self.options = options
         self.storage = storage
         self.progress = progress
         self._model: _Model | None = None
+        self._encoding = ThreadPoolExecutor(1, "sdaccel-encode")
+        self._drawing = ThreadPoolExecutor(1, "sdaccel-latents")
         self._decoding = ThreadPoolExecutor(1, "sdaccel-decode")
         self._writing = ThreadPoolExecutor(WRITERS, "sdaccel-write")
         self._room = threading.Semaphore(AHEAD)
-        self._last_decoded: Future[list[Any]] | None = None
+        self._last_decoded: Future[_Drawn] | None = None
+        self._before: Future[_Drawn] | None = None
+        """What has to be decoded before the model may change."""
 
     def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
         """Opens the model and builds what its engines lack for ``jobs``. Raises SdaccelError."""
+        self._before = self._last_decoded
         opened = self._open(model)
         native = opened.checkpoint.native_side
         at_once: dict[tuple[int, int], int] = {}
@@ -70,25 +73,23 @@ class Worker:
         return ModelFacts(model, name, content, native, guidance, opened.settings(), at_once, refused)
 
     def draw(self, batch: BatchTask) -> Future[list[ImageResult]]:
-        """Draws a batch; the future gives a result for each image that was to be written.
+        """Takes a batch on, and waits while `AHEAD` others are under way.
 
-        Raises SdaccelError and whatever else the pipeline raises.
+        The future gives a result for each image that was to be written, or raises SdaccelError and whatever else the
+        pipeline raises.
         """
         self._room.acquire()
-        try:
-            drawn = self._open(batch.model).latents(batch)
-        except BaseException:
-            self._room.release()
-            raise
-        decoded = self._last_decoded = self._decoding.submit(self._decode, drawn)
+        encoded = self._encoding.submit(self._encode, batch, self._last_decoded)
+        drawn = self._drawing.submit(lambda: encoded.result().model.latents(encoded.result()))
+        decoded = self._last_decoded = self._decoding.submit(lambda: drawn.result().decoded())
         result: Future[list[ImageResult]] = Future()
-        decoded.add_done_callback(lambda future: self._write(future, drawn, result))
+        decoded.add_done_callback(lambda future: self._write(future, result))
         return result
 
     def close(self, *, now: bool = False) -> None:
         """Waits until everything is written (``now``: but not for what has not begun), and lets go of the model."""
-        self._decoding.shutdown(cancel_futures=now)
-        self._writing.shutdown(cancel_futures=now)
+        for stage in (self._encoding, self._drawing, self._decoding, self._writing):
+            stage.shutdown(cancel_futures=now)
         self._close_model()
 
     def _open(self, model: str | None) -> _Model:
@@ -99,9 +100,9 @@ class Worker:
         return self._model
 
     def _settle(self) -> None:
-        """Until no latents wait to be decoded: what decodes them may be taken out then."""
-        if self._last_decoded is not None:
-            wait([self._last_decoded])
+        """Until nothing of an earlier batch needs the model: it may change then."""
+        if self._before is not None:
+            wait([self._before])
 
     def _close_model(self) -> None:
         if self._model is not None:
@@ -110,23 +111,26 @@ class Worker:
             self._model = None
             gc.collect()
 
-    # ---- behind the drawing
+    # ---- stages
 
-    def _decode(self, drawn: _Drawn) -> list[Any]:
-        start = time.perf_counter()
-        images = drawn.model.decode(drawn)
-        drawn.seconds += time.perf_counter() - start
-        return images
+    def _encode(self, batch: BatchTask, before: Future[_Drawn] | None) -> _Encoded:
+        self._before = before
+        return self._open(batch.model).encoded(batch)
 
-    def _write(self, decoded: Future[list[Any]], drawn: _Drawn, result: Future[list[ImageResult]]) -> None:
+    def _write(self, decoded: Future[_Drawn], result: Future[list[ImageResult]]) -> None:
         """Hands each image to a thread that writes it, and the last of them the whole result."""
-        error = decoded.exception()
+        error = CancelledError() if decoded.cancelled() else decoded.exception()
         if error is not None:
             self._room.release()
             result.set_exception(error)
             return
-        images, wanted = decoded.result(), drawn.batch.wanted
-        files = [self._writing.submit(self._save, drawn, position, images[position]) for position in wanted]
+        drawn = decoded.result()
+        try:
+            files = [self._writing.submit(self._save, drawn, position) for position in drawn.batch.wanted]
+        except RuntimeError as error:  # closed at once
+            self._room.release()
+            result.set_exception(error)
+            return
         left = [len(files)]
         guard = threading.Lock()
 
@@ -136,7 +140,8 @@ class Worker:
                 if left[0]:
                     return
             self._room.release()
-            fault = next((file.exception() for file in files if file.exception() is not None), None)
+            faults = [CancelledError() if file.cancelled() else file.exception() for file in files]
+            fault = next((fault for fault in faults if fault is not None), None)
             if fault is not None:
                 result.set_exception(fault)
             else:
@@ -145,13 +150,14 @@ class Worker:
         for file in files:
             file.add_done_callback(finish)
 
-    def _save(self, drawn: _Drawn, position: int, image: Any) -> ImageResult:
+    def _save(self, drawn: _Drawn, position: int) -> ImageResult:
         task = drawn.batch.images[position]
         share = drawn.seconds / len(drawn.batch.images)
         failed = drawn.failed
         seed = task.job.seed or 0
         if failed:
             return ImageResult(task.key, task.index, seed=seed, error="; ".join(failed))
+        image = drawn.image(position)
         details = drawn.details(position)
         text = drawn.parameters(position, image.size)
         suffix = self.options.suffix
@@ -168,18 +174,43 @@ class Worker:
 
 
 @dataclass
+class _Encoded:
+    """A batch whose prompts are read: what its pipeline is called with."""
+
+    batch: BatchTask
+    model: _Model
+    pipe: Any
+    request: Request
+    """As much of it as all images share."""
+    arguments: dict[str, Any]
+    reports: list[RunReport]
+    seconds: float
+
+
+@dataclass
 class _Drawn:
     """A batch on its way from latents to files."""
 
     batch: BatchTask
     model: _Model
-    request: Request
+    pipe: Any
     scheduler: str
     latents: Any
     event: Any
     """On a GPU: when the latents are there."""
     reports: list[RunReport]
     seconds: float
+    pixels: Any = None
+
+    def decoded(self) -> _Drawn:
+        start = time.perf_counter()
+        self.pixels = self.model.decode(self)
+        self.seconds += time.perf_counter() - start
+        return self
+
+    def image(self, position: int) -> Any:
+        (image,) = self.pipe.image_processor.postprocess(self.pixels[position : position + 1], output_type="pil")
+        return image
 
     @property
     def memory(self) -> int:
@@ -255,6 +286,7 @@ class _Model:
         self._own_scheduler: Any = None
         self._pipe: Any = None
         self._mode = ""
+        self._encoder: Any = None
         self._decoder: Any = None
         self._stack = ExitStack()
         self._loras: tuple[Any, ...] = ()
@@ -318,45 +350,65 @@ class _Model:
 
     # ---- drawing
 
-    def latents(self, batch: BatchTask) -> _Drawn:
+    def encoded(self, batch: BatchTask) -> _Encoded:
         import torch
 
-        from sdaccel.draw import call
+        from sdaccel.draw import refusals
 
         requests = [image.job.request(self.checkpoint.native_side, self.guidance) for image in batch.images]
         self.ready(requests[0])
         pipe = self._fitted(requests[0])
+        start = time.perf_counter()
         arguments = _together(pipe, requests)
         arguments["generator"] = [torch.Generator().manual_seed(image.job.seed or 0) for image in batch.images]
+        report = RunReport()
+        if _encodes(pipe):
+            with refusals(pipe, requests[0]):
+                if self._encoder is None:
+                    arguments |= _embeddings(pipe, arguments)
+                else:
+                    arguments |= self._encoder.generate(lambda: _embeddings(pipe, arguments), careful=False)
+                    report = self._encoder.last_report
+            arguments = {name: value for name, value in arguments.items() if name not in _PROMPTS}
+        for note in filter(None, (_cut_off(pipe, request) for request in requests)):
+            report.note(note)
+        if self.backend is None:
+            report.note("in plain torch, as asked")
+        return _Encoded(batch, self, pipe, requests[0], arguments, [report], time.perf_counter() - start)
+
+    def latents(self, encoded: _Encoded) -> _Drawn:
+        import torch
+
+        from sdaccel.draw import call
+
+        pipe, request = encoded.pipe, encoded.request
         start = time.perf_counter()
+        pipe.scheduler = self._scheduler(request)
         with self._upcasting if self._upcasts() else nullcontext():
-            latents = call(pipe, requests[0], arguments | {"output_type": "latent"}).images
-        report = self._report(pipe)
-        for request in requests:
-            cut = _cut_off(pipe, request)
-            if cut:
-                report.note(cut)
+            latents = call(pipe, request, encoded.arguments | {"output_type": "latent"}).images
+        reports = [*encoded.reports, pipe.sdaccel.last_report] if self.backend is not None else encoded.reports
         event = None
         if latents.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        scheduler = type(pipe.scheduler).__name__
-        return _Drawn(batch, self, requests[0], scheduler, latents, event, [report], time.perf_counter() - start)
+        seconds = encoded.seconds + time.perf_counter() - start
+        return _Drawn(encoded.batch, self, pipe, type(pipe.scheduler).__name__, latents, event, reports, seconds)
 
-    def _report(self, pipe: Any) -> RunReport:
-        from sdaccel.runtime import RunReport
-
-        if hasattr(pipe, "sdaccel"):
-            return pipe.sdaccel.last_report
-        report = RunReport()
-        report.note("in plain torch, as asked")
-        return report
-
-    def _fitted(self, request: Request) -> Any:
-        """The pipeline of the kind that ``request`` needs, with its scheduler, engines and LoRAs."""
+    def _scheduler(self, request: Request) -> Any:
         import diffusers
 
-        from sdaccel.draw import SCHEDULERS, components_needed, fit_pipeline, open_pipeline
+        from sdaccel.draw import SCHEDULERS
+
+        own = self._own_scheduler
+        kind = getattr(diffusers, SCHEDULERS[request.scheduler]) if request.scheduler else type(own)
+        try:
+            return kind.from_config(own.config)
+        except (ImportError, ValueError, TypeError) as error:
+            raise SettingError(f"the scheduler {request.scheduler} cannot be used: {error}") from error
+
+    def _fitted(self, request: Request) -> Any:
+        """The pipeline of the kind that ``request`` needs, with its engines and LoRAs."""
+        from sdaccel.draw import components_needed, fit_pipeline, open_pipeline
         from sdaccel.integrations.diffusers import accelerate
         from sdaccel.lora import applied
 
@@ -379,18 +431,14 @@ class _Model:
                     build="never",
                     fallback=self.options.fallback,
                 )
+                self._encoder = self._pipe.sdaccel.beside("text_encoder", "text_encoder_2")
                 self._decoder = self._pipe.sdaccel.beside("vae_decoder")
         if self._loras != request.loras:
+            self.settle()
             self._stack.close()
             self._stack, self._loras = ExitStack(), ()
             self._stack.enter_context(applied(self._pipe, request.loras))
             self._loras = request.loras
-        own = self._own_scheduler
-        kind = getattr(diffusers, SCHEDULERS[request.scheduler]) if request.scheduler else type(own)
-        try:
-            self._pipe.scheduler = kind.from_config(own.config)
-        except (ImportError, ValueError, TypeError) as error:
-            raise SettingError(f"the scheduler {request.scheduler} cannot be used: {error}") from error
         return self._pipe
 
     def _take_out(self) -> None:
@@ -399,26 +447,25 @@ class _Model:
         self.settle()
         self._stack.close()
         self._stack, self._loras = ExitStack(), ()
-        if self._decoder is not None:
-            self._decoder.detach()
-            self._decoder = None
+        for beside in filter(None, (self._encoder, self._decoder)):
+            beside.detach()
+        self._encoder = self._decoder = None
         if self._pipe is not None:
             restore(self._pipe)
             self._pipe = None
 
     # ---- decoding
 
-    def decode(self, drawn: _Drawn) -> list[Any]:
-        """PIL images, as diffusers makes them of latents (StableDiffusionXLPipeline.__call__, its last part)."""
+    def decode(self, drawn: _Drawn) -> Any:
+        """Pixels on the CPU, (images, 3, height, width), -1..1 (StableDiffusionXLPipeline.__call__, its last part)."""
         import torch
 
         with torch.inference_mode(), self._own_stream(drawn):
             if self._decoder is None:
-                images = self._decode(drawn.latents)
-            else:
-                images = self._decoder.generate(lambda: self._decode(drawn.latents), careful=False)
-                drawn.reports.append(self._decoder.last_report)
-            return self._pipe.image_processor.postprocess(images.detach(), output_type="pil")
+                return self._decode(drawn.latents).cpu()
+            pixels = self._decoder.generate(lambda: self._decode(drawn.latents), careful=False)
+            drawn.reports.append(self._decoder.last_report)
+            return pixels.cpu()
 
     @contextmanager
     def _own_stream(self, drawn: _Drawn):
@@ -472,6 +519,28 @@ def _together(pipe: Any, requests: Sequence[Request]) -> dict[str, Any]:
     several = ("prompt", "negative_prompt", "image", "mask_image")
     lists = {name: [one[name] for one in each] for name in several if each[0].get(name) is not None}
     return each[0] | lists
+
+
+_PROMPTS = ("prompt", "negative_prompt")
+_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+
+def _encodes(pipe: Any) -> bool:
+    """Whether prompts can be encoded before the call. Pipelines that edit an image as told do it their own way."""
+    return hasattr(pipe, "encode_prompt") and "Pix2Pix" not in type(pipe).__name__
+
+
+def _embeddings(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the pipeline makes of the prompts at the beginning of its call."""
+    guided = arguments["guidance_scale"] > 1 and getattr(pipe.unet.config, "time_cond_proj_dim", None) is None
+    found = pipe.encode_prompt(
+        prompt=arguments["prompt"],
+        device=pipe._execution_device,
+        num_images_per_prompt=1,
+        do_classifier_free_guidance=guided,
+        negative_prompt=arguments["negative_prompt"],
+    )
+    return {name: value for name, value in zip(_EMBEDDINGS, found, strict=False) if value is not None}
 
 
 def _cut_off(pipe: Any, request: Request) -> str | None:

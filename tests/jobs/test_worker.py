@@ -74,11 +74,14 @@ def test_images_are_those_that_the_pipeline_gives_by_itself(tiny_store, tmp_path
 def test_an_image_does_not_depend_on_those_beside_it(tiny_store, tmp_path, engines, count):
     jobs = [replace(JOB, prompt=f"a circle {i}", seed=10 + i) for i in range(count)]
     worker = Worker(options(tiny_store, tmp_path, engines=engines), Folder(tmp_path))
-    model = worker._open(None)
-    together = model.latents(batch(*jobs)).latents
-    alone = torch.cat([model.latents(batch(job)).latents for job in jobs])
-    assert (together - alone).abs().max() <= 1e-4
-    assert torch.equal(together, model.latents(batch(*jobs)).latents)
+
+    def latents(*jobs: Job) -> torch.Tensor:
+        encoded = worker._encode(batch(*jobs), None)
+        return encoded.model.latents(encoded).latents
+
+    together = latents(*jobs)
+    assert (together - torch.cat([latents(job) for job in jobs])).abs().max() <= 1e-4
+    assert torch.equal(together, latents(*jobs))
     worker.close()
 
 
