@@ -177,6 +177,7 @@ def open_accelerated(
     progress: Progress | None = None,
 ) -> tuple[Any, int]:
     """(pipeline with engines, images at once that they take). Builds engines that hold this size where asked to."""
+    check_build(build)
     from sdaccel.backends.base import pick_backend
     from sdaccel.integrations.diffusers import accelerate
 
@@ -187,6 +188,12 @@ def open_accelerated(
     pipe = open_pipeline(checkpoint, request, tokenizer, pick_backend(backend))
     accelerate(pipe, store=store, backend=backend, components=components, build="never", fallback=fallback)
     return pipe, largest_batch(pipe.sdaccel, width, height)
+
+
+def check_build(build: str) -> None:
+    """Raises SettingError for what says neither way."""
+    if build not in ("if-missing", "never"):
+        raise SettingError(f"build {build!r} is neither if-missing nor never.")
 
 
 def build_missing(

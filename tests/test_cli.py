@@ -66,7 +66,19 @@ def own_store(tiny_store: Built, tmp_path: Path) -> Path:
 def test_version_and_help(cli):
     assert cli("--version").out == f"sdaccel {sdaccel.__version__}\n"
     said = cli("--help")
-    for name in ("quickstart", "build", "list", "inspect", "rm", "generate", "verify", "bench", "doctor"):
+    for name in (
+        "quickstart",
+        "build",
+        "list",
+        "inspect",
+        "rm",
+        "generate",
+        "batch",
+        "grid",
+        "verify",
+        "bench",
+        "doctor",
+    ):
         assert re.search(rf"\b{name}\b", said.out)
     assert said.code == 0
 

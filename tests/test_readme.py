@@ -46,9 +46,14 @@ def test_ci_runs_its_test_command():
     assert "sed -n 3p" in script and "README.md" in script
 
 
+SMALL = {'["256", "256x512"]': '["64", "64x128"]', "native=256": "native=64", '"steps": 20': '"steps": 1'}
+
+
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_python_examples_run(world, number, capsys):
-    code = blocks("python")[number].replace('["256", "256x512"]', '["64", "64x128"]').replace("native=256", "native=64")
+    code = blocks("python")[number]
+    for large, small in SMALL.items():
+        code = code.replace(large, small)
     names: dict[str, object] = {}
     exec(compile(code, f"README.md, python block {number + 1}", "exec"), names)  # noqa: S102
     out = capsys.readouterr().out
@@ -56,6 +61,9 @@ def test_python_examples_run(world, number, capsys):
         assert names["pipe"].sdaccel.last_report.fallbacks == []
         assert names["image"].size == (64, 64)
         assert "unet: engine" in out
+    elif "run" in names:
+        assert len(list(Path("circles").glob("*.png"))) == 3
+        assert out.splitlines()[-1] == "3 images, 0 set aside"
     else:
         assert {line.split()[0] for line in out.splitlines()} == {"unet", "vae_decoder", "vae_encoder", "text_encoder"}
 
@@ -63,7 +71,20 @@ def test_python_examples_run(world, number, capsys):
 SMALLER = {"model.safetensors": None, "512": "64", "512-768": "64-128"}
 
 
-def test_shell_examples_run(world, capsys):
+def write_job_files() -> None:
+    table, sweep = blocks("csv")[0], blocks("jsonl")[0]
+    Path("shots.csv").write_text(table.replace("512", "64").replace("768", "128"), encoding="utf-8")
+    Path("sweep.jsonl").write_text(sweep.replace("[10, 20]", "[1, 2]"), encoding="utf-8")
+    Path("prompts").mkdir()
+    for colour in ("red", "green"):
+        Path("prompts", f"{colour}.txt").write_text(f"a {colour} circle", encoding="utf-8")
+
+
+def test_shell_examples_run(world, capsys, monkeypatch):
+    from sdaccel.jobs.pool import Here
+
+    monkeypatch.setattr("sdaccel.jobs.command._workers", lambda options, *how: Here(options))  # a process takes longer
+    write_job_files()
     ran = []
     for block in blocks("sh"):
         for line in block.splitlines():
@@ -80,7 +101,10 @@ def test_shell_examples_run(world, capsys):
                 arguments += ["--component", "unet"]
             assert cli.run(arguments) == 0, (line, capsys.readouterr().err)
             ran.append(words[1])
-    assert set(ran) >= {"build", "list", "inspect", "generate", "verify", "bench", "doctor", "rm"}
+    assert [len(list(Path(name).glob("*.png"))) for name in ("shots", "night", "again")] == [7, 2, 1]
+    assert len(list(Path("sweep").glob("*.webp"))) == 12
+    assert Path("again", "00001-1-a red circle, large, on a blue background.png").is_file()
+    assert set(ran) >= {"batch", "grid", "build", "list", "inspect", "generate", "verify", "bench", "doctor", "rm"}
     assert Path("circle.png").is_file() and Path("engines.html").is_file()
 
 

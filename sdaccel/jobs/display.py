@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from sdaccel.jobs.run import Run
+    from sdaccel.jobs.run import Run, Summary
     from sdaccel.jobs.task import ImageResult
 
 
@@ -58,10 +58,9 @@ class _Bar:
 
 def rate_line(run: Run, result: ImageResult) -> str:
     summary = run.summary
-    parts = [f"{summary.drawn} images"]
+    parts = [_images(summary.drawn)]
     if summary.seconds > 0 and summary.drawn:
-        rate = summary.drawn / summary.seconds
-        parts.append(f"{rate:.2f} images/s" if rate >= 0.1 else f"{1 / rate:.0f} s an image")
+        parts.append(_rate(summary))
     if summary.failed:
         parts.append(f"{summary.failed} failed")
     if result.memory:
@@ -98,20 +97,28 @@ def events() -> Iterator[JsonEvents]:
 def summary_lines(run: Run) -> list[str]:
     """What became of it, in plain words."""
     summary = run.summary
-    counts = [f"{summary.drawn} of {summary.asked} images drawn in {summary.seconds:.1f} s"]
-    if summary.drawn and summary.seconds:
-        counts[0] += f" ({summary.drawn / summary.seconds:.2f} images/s)"
+    rate = f" ({_rate(summary)})" if summary.drawn and summary.seconds else ""
+    lines = [f"{summary.drawn} of {_images(summary.asked)} drawn in {summary.seconds:.1f} s{rate}"]
     told = (
-        (summary.before, "were there already"),
-        (summary.elsewhere, "were drawn by another process meanwhile"),
-        (summary.repeated, "are asked for twice, and drawn once"),
-        (summary.failed, "were set aside"),
-        (summary.missing, "are missing: run the same command with --resume"),
+        (summary.before, "there already"),
+        (summary.elsewhere, "drawn by another process meanwhile"),
+        (summary.repeated, "asked for twice, and drawn once"),
+        (summary.failed, "set aside (--retry tries them again)"),
+        (summary.missing, "missing: run the same command with --resume"),
     )
-    counts += [f"{number} {text}" for number, text in told if number]
-    counts += [f"{told}, {number} images" for told, number in summary.ran.items()]
-    counts += [f"set aside, {count}: {error}" for error, count in summary.errors.items()]
-    counts += [f"of {count} images: {note}" for note, count in summary.notes.items()]
+    lines += [f"{_images(number)} {text}" for number, text in told if number]
+    lines += [f"{what} ran {_images(number)}" for what, number in summary.ran.items()]
+    lines += [f"set aside, {_images(number)}: {error}" for error, number in summary.errors.items()]
+    lines += [f"note, {_images(number)}: {note}" for note, number in summary.notes.items()]
     if summary.faults:
-        counts.append(f"{len(summary.faults)} jobs could not be used, see below")
-    return [*counts, f"images: {run.options.out}"]
+        lines.append(f"jobs that could not be used: {len(summary.faults)}, see below")
+    return [*lines, f"images: {run.options.out}"]
+
+
+def _images(number: int) -> str:
+    return f"{number} image{'' if number == 1 else 's'}"
+
+
+def _rate(summary: Summary) -> str:
+    rate = summary.drawn / summary.seconds
+    return f"{rate:.2f} images/s" if rate >= 0.1 else f"{1 / rate:.0f} s an image"

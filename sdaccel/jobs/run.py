@@ -44,7 +44,7 @@ class Summary:
     errors: dict[str, int] = field(default_factory=dict)
     """Why images were set aside → how many"""
     ran: dict[str, int] = field(default_factory=dict)
-    """ "unet: engine" and the like → how many images"""
+    """ "unet: engine" and the like → how many images it ran"""
     notes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     """from the first batch to the last file"""

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sdaccel import metadata
+from sdaccel.draw import check_build
+from sdaccel.errors import SettingError
 from sdaccel.jobs.job import Job
 
 
 @dataclass(frozen=True)
 class Options:
-    """How jobs are drawn, the same for every one. All of it may be pickled."""
+    """How jobs are drawn, the same for every one; plain data too. Raises SettingError."""
 
     out: str
     """A folder, or an address that fsspec knows, such as s3://bucket/folder."""
@@ -35,6 +38,13 @@ class Options:
     opening: Mapping[str, Any] = field(default_factory=dict)
     """Of `sdaccel.models.checkpoint.open_checkpoint`: allow_pickle, variant, vae, prediction_type."""
     tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        metadata.image_format(self.suffix)
+        check_build(self.build)
+        for name, value, most in (("quality", self.quality, 100), ("batch_size", self.batch_size or 1, 64)):
+            if not 1 <= value <= most:
+                raise SettingError(f"{name} {value} is not between 1 and {most}.")
 
     @property
     def suffix(self) -> str:
