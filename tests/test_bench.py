@@ -14,9 +14,19 @@ from sdaccel.engine.store import Store
 def test_calls_take_turns_and_the_warm_up_is_left_out():
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b", "c")}
-    times = bench.interleaved(calls, repeats=3, warmup=1)
+    times = bench.interleaved(calls, repeats=3, warmup=1, finish=lambda: None)
     assert {name: len(value.milliseconds) for name, value in times.items()} == {"a": 3, "b": 3, "c": 3}
     assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b", "a", "b", "c"]
+
+
+def test_short_calls_on_a_cpu_are_timed_when_the_threads_of_others_are_asleep(monkeypatch):
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
+    assert len(bench.interleaved(calls, repeats=1, warmup=0)["a"].milliseconds) == 1
+    assert order == ["a", "a", "b", "b"]
+    monkeypatch.setattr(bench, "SHORT", 0.0)
+    bench.interleaved(calls, repeats=1, warmup=0)
+    assert order[4:] == ["a", "b"]
 
 
 def test_the_ratio_is_of_medians():
