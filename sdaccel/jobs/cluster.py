@@ -20,20 +20,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sdaccel import __version__, settings
 from sdaccel.errors import BackendError, SdaccelError, SettingError
+from sdaccel.jobs.dispatch import AHEAD, Dispatcher, Seat
 from sdaccel.jobs.job import Job
-from sdaccel.jobs.pool import AHEAD, Crashed, Drawn, Gone, Progress, _gpus, crash, outcome
-from sdaccel.jobs.remote import is_address, open_address, protocols
+from sdaccel.jobs.pool import Crashed, Drawn, Gone, Progress, _gpus, crash, outcome
+from sdaccel.jobs.remote import is_address, open_shared, protocols
 from sdaccel.jobs.storage import OWN, Folder
 from sdaccel.jobs.task import BatchTask, ModelFacts, Options
 
@@ -41,8 +41,6 @@ OBJECTS = 100 << 20
 """Bytes of the object store of a cluster that is started here: only plain data goes through it."""
 START = 180.0
 """Seconds in which at least one actor has to be there."""
-RESTARTS = 3
-"""So often in a row an actor may be lost without having been given anything, before no other takes its place."""
 MOST = 1024
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -73,15 +71,11 @@ class Cluster:
         self.events: queue.Queue[Any] = queue.Queue()
         self._progress = progress
         self._lock = threading.Condition(threading.RLock())
-        self._waiting: deque[BatchTask] = deque()
-        self._suspects: set[int] = set()
-        """Ids of batches that an actor was lost with."""
-        self._notes: list[str] = []
+        self._dispatcher: Dispatcher[_Seat] = Dispatcher()
         self._inbox: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._closed = False
         self._mark: Path | None = None
         self._seats: list[_Seat] = []
-        self._number = 0
         self._draws_with: str | None = None
         self._options = self._everywhere(options)
         try:
@@ -133,14 +127,11 @@ class Cluster:
 
     def has_room(self) -> bool:
         with self._lock:
-            if self._waiting:
-                return False
-            there = [seat for seat in self._seats if seat.there]
-            return not there or any(self._takes(seat) for seat in there)
+            return self._dispatcher.has_room(self._seats)
 
     def submit(self, batch: BatchTask) -> None:
         with self._lock:
-            self._waiting.append(batch)
+            self._dispatcher.add(batch)
             self._hand_out()
 
     def close(self, *, now: bool = False) -> None:
@@ -173,9 +164,7 @@ class Cluster:
         options = replace(options, model=options.model or settings.MODEL.value())
         out = options.out
         if is_address(out):
-            fs, path = open_address(out)
-            if "memory" in protocols(fs):
-                raise SettingError(f"{out} is seen by one process alone.", hint="Name a folder, or s3://…, gs://…")
+            fs, path = open_shared(out)
             if "file" not in protocols(fs):
                 return options
             out = path
@@ -280,17 +269,14 @@ class Cluster:
         with self._lock:
             if self._closed or seat.actor is not actor or error is None:
                 return
-            lost, seat.batches = list(seat.batches.values()), {}
+            lost, guilty = self._dispatcher.lost(seat)
             where = seat.facts.node if seat.facts is not None else "some machine"
-            guilty = len(lost) == 1 and lost[0].id in self._suspects
-            self._suspects.update(batch.id for batch in lost)
-            seat.idle_losses = 0 if lost else seat.idle_losses + 1
-            seat.facts, seat.model = None, None
+            seat.facts = None
             with suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor)  # it may only be out of reach
             for batch in lost:
                 self.events.put(Crashed(batch, f"its worker on {where} {_how(error)}" if guilty else ""))
-            if seat.idle_losses > RESTARTS:
+            if seat.worn_out:
                 times = f"{seat.idle_losses} times in a row"
                 self._leave(seat, f"a worker on {where} was lost {times}: it {_how(error)}.")
             else:
@@ -308,29 +294,14 @@ class Cluster:
 
     def _note(self, text: str) -> None:
         """Told at once, and with the next image that is drawn."""
-        self._notes.append(text)
+        self._dispatcher.note(text)
         if self._progress is not None:
             self._progress(text, 0.0)
 
     # ---- batches
 
-    def _takes(self, seat: _Seat) -> bool:
-        alone = any(batch.id in self._suspects for batch in seat.batches.values())
-        return seat.there and len(seat.batches) < AHEAD and not alone
-
     def _hand_out(self) -> None:
-        """Gives waiting batches to those who have room; a suspect goes to one who has nothing else."""
-        while self._waiting:
-            batch = self._waiting[0]
-            free = [seat for seat in self._seats if self._takes(seat)]
-            if batch.id in self._suspects:
-                free = [seat for seat in free if not seat.batches]
-            if not free:
-                return
-            self._waiting.popleft()
-            seat = min(free, key=lambda one: (len(one.batches), one.model != batch.model))
-            self._number = number = self._number + 1
-            seat.batches[number], seat.model = batch, batch.model
+        for seat, number, batch in self._dispatcher.hand_out(self._seats):
             drawn = seat.actor.draw.remote(batch)
             self._when_done(drawn, partial(self._drawn, seat, seat.actor, number))
 
@@ -340,15 +311,12 @@ class Cluster:
             self._left(seat, actor, future)
             return
         with self._lock:
-            if self._closed or number not in seat.batches:
+            batch = self._dispatcher.drawn(seat, number)
+            if self._closed or batch is None:
                 return
-            batch = seat.batches.pop(number)
             event = crash(batch, error) if error is not None else future.result()
-            if isinstance(event, Drawn) and event.results and self._notes:
-                first = event.results[0]
-                event.results[0] = replace(first, notes=(*first.notes, *self._notes))
-                self._notes.clear()
-            seat.idle_losses = 0
+            if isinstance(event, Drawn):
+                self._dispatcher.noted(event.results)
             self._hand_out()
         self.events.put(event)
 
@@ -366,17 +334,12 @@ def _how(error: BaseException) -> str:
     return f"failed ({lines[-1][:300] if lines else type(error).__name__})"
 
 
-@dataclass
-class _Seat:
-    """A place for an actor; when one is lost, another takes it."""
-
+@dataclass(kw_only=True, eq=False)
+class _Seat(Seat):
     gpu: bool
     threads: int | None
     actor: Any = None
     facts: _Facts | None = None
-    model: str | None = None
-    batches: dict[int, BatchTask] = field(default_factory=dict)
-    idle_losses: int = 0
 
     @property
     def there(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import queue
@@ -17,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sdaccel import settings
 from sdaccel.errors import BackendError, SdaccelError, SettingError, StoreError
+from sdaccel.jobs.dispatch import AHEAD, Dispatcher, Seat
 from sdaccel.jobs.job import Job
-from sdaccel.jobs.storage import Storage
+from sdaccel.jobs.remote import is_address, open_shared
+from sdaccel.jobs.storage import Storage, open_storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
 
 if TYPE_CHECKING:
     from sdaccel.jobs.worker import Worker
 
 Progress = Callable[[str, float], None]
-AHEAD = 2
-"""Batches that a worker is given at once, so that it need not wait for the next."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,6 @@ class Here:
 
     def __init__(self, options: Options, progress: Progress | None = None, worker: Worker | None = None):
         """worker: one that there is already; it stays open."""
-        from sdaccel.jobs.storage import open_storage
         from sdaccel.jobs.worker import Worker
 
         self.events: queue.Queue[Any] = queue.Queue()
@@ -141,37 +141,72 @@ def check_count(workers: int) -> int:
 class Processes:
     """``count`` workers, each in a process, on a GPU of its own as far as there are any.
 
-    One that ends in the middle of a batch is replaced, and that batch told as crashed.
+    One that ends is replaced. Its batches are drawn again, each with nothing else beside it: a batch that takes another
+    worker along then is told as crashed. Raises SettingError for an ``out`` that only this process sees.
     """
 
     def __init__(self, options: Options, count: int, progress: Progress | None = None):
+        if is_address(options.out):
+            open_shared(options.out)
+        open_storage(options.out)  # what is wrong with it is told before anything is started
         self.events: queue.Queue[Any] = queue.Queue()
         self._options = options
         self._progress = progress
         self._context = multiprocessing.get_context("spawn")
         self._lock = threading.RLock()
         self._closing = False
-        self._places = _places(count)
-        self._children = [_Child(self, place) for place in self._places]
+        self._dispatcher: Dispatcher[_Child] = Dispatcher()
+        atexit.register(self.close, now=True)
+        with self._lock:  # they may end before all are there
+            self._children = [_Child(self, place) for place in _places(count)]
 
     def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
-        return self._children[0].ask(model, jobs)
+        """A worker that is lost with it is forgiven once."""
+        ended: list[_Ended] = []
+        while len(ended) < 2:
+            with self._lock:
+                child = next(iter(self._children), None)
+            if child is None:
+                gone = self.events.get()
+                self.events.put(gone)
+                raise gone.error
+            answer = child.ask(model, jobs)
+            if isinstance(answer, ModelFacts):
+                return answer
+            if isinstance(answer, Exception):
+                raise answer
+            ended.append(answer)
+        raise BackendError(
+            f"the worker that opened the model {model or self._options.model or 'of the run'} ended twice: "
+            f"{ended[-1].how}.",
+            hint="Is there enough memory? Try fewer --workers.",
+        )
 
     def has_room(self) -> bool:
         with self._lock:
-            return any(len(child.batches) < AHEAD for child in self._children)
+            return self._dispatcher.has_room(self._children)
 
     def submit(self, batch: BatchTask) -> None:
         with self._lock:
-            free = [child for child in self._children if len(child.batches) < AHEAD]
-            child = min(free or self._children, key=lambda c: (len(c.batches), c.model != batch.model))
-            child.draw(batch)
+            self._dispatcher.add(batch)
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        for child, number, batch in self._dispatcher.hand_out(self._children):
+            child.draw(number, batch)
 
     def close(self, *, now: bool = False) -> None:
+        atexit.unregister(self.close)
         with self._lock:
             self._closing = True
         for child in self._children:
             child.close(now)
+
+    def started(self, child: _Child) -> None:
+        with self._lock:
+            child.ready = True
+            if not self._closing:
+                self._hand_out()
 
     def told(self, child: _Child, message: tuple[str, Any]) -> None:
         kind, value = message
@@ -180,26 +215,40 @@ class Processes:
         elif kind in ("drawn", "crashed"):
             number, event = value
             with self._lock:
-                child.batches.pop(number, None)
+                self._dispatcher.drawn(child, number)
+                if isinstance(event, Drawn):
+                    self._dispatcher.noted(event.results)
+                if not self._closing:
+                    self._hand_out()
             self.events.put(event)
 
     def ended(self, child: _Child) -> None:
-        """A child is gone. Its batches were not drawn; another takes its place."""
+        """A child is gone. Its batches were not drawn; another takes its place, unless none would start."""
+        how = child.how()
         with self._lock:
-            lost, child.batches = list(child.batches.values()), {}
+            lost, guilty = self._dispatcher.lost(child)
             if self._closing:
                 return
-            if child.ever_ready:
-                self._children[self._children.index(child)] = _Child(self, child.place)
+            place = self._children.index(child)
+            if child.worn_out or not (child.ready or child.killed()):
+                del self._children[place]
             else:
-                self._children.remove(child)
-            left = bool(self._children)
-        for batch in lost[:1]:  # those behind it had not been begun
-            self.events.put(Crashed(batch, f"its worker ended: {child.how()}"))
-        for batch in lost[1:]:
-            self.events.put(Crashed(batch, ""))
-        if not left:
-            self.events.put(Gone(BackendError(f"no worker could start: {child.how()}.")))
+                self._children[place] = _Child(self, child.place, child.idle_losses)
+                self._note(f"a worker ended ({how}), another takes its place.")
+            for batch in lost:
+                self.events.put(Crashed(batch, f"its worker ended: {how}" if guilty else ""))
+            if not self._children:
+                told = (
+                    f"no worker is left: the last ended ({how})." if child.ready else f"no worker could start: {how}."
+                )
+                hint = "What it said is above; 'sdaccel doctor' looks at this installation."
+                self.events.put(Gone(BackendError(told, hint=hint)))
+
+    def _note(self, text: str) -> None:
+        """Told at once, and with the next image that is drawn."""
+        self._dispatcher.note(text)
+        if self._progress is not None:
+            self._progress(text, 0.0)
 
 
 @dataclass(frozen=True)
@@ -227,15 +276,18 @@ def _gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-class _Child:
-    def __init__(self, pool: Processes, place: _Place):
+@dataclass(frozen=True)
+class _Ended:
+    how: str
+
+
+class _Child(Seat):
+    def __init__(self, pool: Processes, place: _Place, idle_losses: int = 0):
+        super().__init__(idle_losses=idle_losses)
         self.pool = pool
         self.place = place
-        self.batches: dict[int, BatchTask] = {}
-        self.model: str | None = None
-        self.ever_ready = False
-        self._answers: queue.Queue[Any] = queue.Queue()
-        self._number = 0
+        self.ready = False
+        self._answers: queue.Queue[ModelFacts | Exception | _Ended] = queue.Queue()
         self._pipe, theirs = pool._context.Pipe()
         self._process = pool._context.Process(
             target=_serve, args=(theirs, pool._options, place), name="sdaccel-worker", daemon=True
@@ -244,18 +296,16 @@ class _Child:
         theirs.close()
         threading.Thread(target=self._listen, name="sdaccel-listen", daemon=True).start()
 
-    def ask(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
-        self._send(("prepare", (model, list(jobs))))
-        answer = self._answers.get()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    @property
+    def there(self) -> bool:
+        return self.ready
 
-    def draw(self, batch: BatchTask) -> None:
-        self._number += 1
-        self.batches[self._number] = batch
-        self.model = batch.model
-        self._send(("draw", (self._number, batch)))
+    def ask(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts | Exception | _Ended:
+        self._send(("prepare", (model, list(jobs))))
+        return self._answers.get()
+
+    def draw(self, number: int, batch: BatchTask) -> None:
+        self._send(("draw", (number, batch)))
 
     def close(self, now: bool) -> None:
         if now:
@@ -265,6 +315,10 @@ class _Child:
         self._process.join(None if not now else 5)
         if self._process.is_alive():
             self._process.kill()
+
+    def killed(self) -> bool:
+        """Whether somebody else ended it."""
+        return (self._process.exitcode or 0) < 0
 
     def how(self) -> str:
         self._process.join(5)
@@ -287,11 +341,11 @@ class _Child:
             if kind == "answer":
                 self._answers.put(value)
             elif kind == "ready":
-                self.ever_ready = True
+                self.pool.started(self)
             else:
                 self.pool.told(self, (kind, value))
-        self._answers.put(BackendError(f"the worker ended: {self.how()}."))
-        self.pool.ended(self)
+        self.pool.ended(self)  # first: whoever asks again finds another
+        self._answers.put(_Ended(self.how()))
 
 
 def _serve(pipe: Any, options: Options, place: _Place) -> None:
@@ -303,9 +357,11 @@ def _serve(pipe: Any, options: Options, place: _Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and that one tells us
     if not settings.DEBUG.value():
         warnings.simplefilter("ignore")
-    from sdaccel.jobs.storage import open_storage
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
     from sdaccel.jobs.worker import Worker
 
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed worker would leave behind
     guard = threading.Lock()
 
     def send(kind: str, value: Any) -> None:

@@ -67,6 +67,14 @@ def open_address(address: str) -> tuple[Any, str]:
     return fs, path.rstrip("/")
 
 
+def open_shared(address: str) -> tuple[Any, str]:
+    """As `open_address`, where other processes see the same. Raises SettingError for memory:// too."""
+    fs, path = open_address(address)
+    if "memory" in protocols(fs):
+        raise SettingError(f"{address} is seen by one process alone.", hint="Name a folder, or s3://…, gs://…")
+    return fs, path
+
+
 def protocols(fs: Any) -> tuple[str, ...]:
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
