@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS events_by_batch ON events (batch, id);
 """
 
-DONE, FAILED, CRASHED, RETRIED, STARTED = "done", "failed", "crashed", "retried", "started"
+DONE, FAILED, CRASHED, RETRIED, LOST, STARTED = "done", "failed", "crashed", "retried", "lost", "started"
 
 
 @dataclass
@@ -74,7 +74,15 @@ class Journal:
             self._alive.acquire()
         except OSError as error:
             raise StoreError(f"{folder} cannot be written: {error.strerror or error}.") from None
-        self._database = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+        try:
+            self._open(folder)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _open(self, folder: Path) -> None:
+        with self._told():
+            self._database = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
         # SQLite does not wait for another process that turns the log on at the same time.
         with self._told(), FileLock(folder / "opening.lock"):
             self._database.execute("PRAGMA journal_mode=WAL")
@@ -90,6 +98,9 @@ class Journal:
     def close(self) -> None:
         with suppress(sqlite3.Error):
             self._database.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._alive.release()
         with suppress(OSError):
             self._lock_of(self.owner).unlink(missing_ok=True)
@@ -105,6 +116,10 @@ class Journal:
     def known(self, keys: Iterable[str]) -> set[str]:
         """Those of ``keys`` that have a row."""
         return {key for key in keys if self._one("SELECT 1 FROM images WHERE key=?", key)}
+
+    def count(self) -> int:
+        """Of images that are drawn or to be drawn."""
+        return int(self._one("SELECT COUNT(*) FROM images WHERE name IS NOT NULL")[0])  # type: ignore[index]
 
     def drawn_otherwise(self, content: str, settings: str) -> str | None:
         """The settings under which the same content is here, if they are others."""
@@ -168,6 +183,8 @@ class Journal:
                 state.crashes += 1
             elif kind == RETRIED and state.done is None:
                 state.crashes, state.failed = 0, None
+            elif kind == LOST:
+                state.done = state.seconds = None
         return states
 
     def claim(self, batch: int, keys: set[str]) -> list[BatchTask] | None:
@@ -218,6 +235,12 @@ class Journal:
         with self._told(), self._transaction():
             for key in keys:
                 self._append(RETRIED, batch, key)
+
+    def lost(self, batch: int, keys: Iterable[str]) -> None:
+        """The files of images are gone: they are to be drawn again."""
+        with self._told(), self._transaction():
+            for key in keys:
+                self._append(LOST, batch, key)
 
     # ---- rows
 

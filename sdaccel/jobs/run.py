@@ -121,7 +121,7 @@ class Run:
         """Every image that was drawn or set aside, by this run or an earlier one, in the order of the jobs."""
         return sorted(self._entries, key=lambda entry: entry.image.index)
 
-    def __iter__(self) -> Iterator[ImageResult]:
+    def __iter__(self) -> Generator[ImageResult, None, None]:
         finished = False
         try:
             self._planned()
@@ -159,6 +159,8 @@ class Run:
                 f"{len(known)} of these {len(self.images)} images are in {self.options.out} already, or were begun.",
                 hint="Add --resume to draw only what is missing, or choose another --out.",
             )
+        if self._resume and not known and (others := self._journal.count()):
+            self._note("in the folder already, of other jobs, another model or other files of it; they stay", others)
         for key in self.images.keys() - known:
             content, settings = planned.contents[key]
             other = self._journal.drawn_otherwise(content, settings)
@@ -203,8 +205,8 @@ class Run:
 
     def _drawn(self) -> Iterator[ImageResult]:
         waiting = deque(self._journal.batches_of(self.images))
-        for batch in list(waiting):
-            self._look(batch)
+        done = [each for batch in waiting for each in self._look(batch)]
+        self._miss(done)
         tasks: deque[BatchTask] = deque()
         taken: list[int] = []
         """Batches that another process has."""
@@ -228,8 +230,8 @@ class Run:
             if stops:
                 return
 
-    def _look(self, batch: int) -> None:
-        """Counts what a batch has behind it."""
+    def _look(self, batch: int) -> list[tuple[int, str, str]]:
+        """Counts what a batch has behind it; returns (batch, key, name) of what is drawn."""
         states = {key: state for key, state in self._journal.states(batch).items() if key in self.images}
         if self._retry:
             again = [key for key, state in states.items() if state.failed is not None]
@@ -240,6 +242,22 @@ class Run:
             if state.failed is not None:
                 self._count_failure(state.failed)
         self._open |= {key for key, state in states.items() if state.open}
+        return [(batch, key, state.done) for key, state in states.items() if state.done is not None]
+
+    def _miss(self, done: Sequence[tuple[int, str, str]]) -> None:
+        """Images whose files are no longer there are to be drawn again."""
+        if not done:
+            return
+        there = self._storage.names()  # after the journal was read: what it has as drawn was there by then
+        for batch, key, name in done:
+            if name not in there:
+                self._journal.lost(batch, [key])
+                self._open.add(key)
+                self.summary.before -= 1
+                self._note("gone from the folder, and drawn again")
+
+    def _note(self, text: str, images: int = 1) -> None:
+        self.summary.notes[text] = self.summary.notes.get(text, 0) + images
 
     def _claim(self, waiting: deque[int], tasks: deque[BatchTask], taken: list[int]) -> None:
         batch = waiting.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,8 @@ from sdaccel.errors import SettingError, StoreError
 
 OWN = ".sdaccel"
 """The folder of what a run keeps for itself: its journal, files being written."""
+ABANDONED = 3600.0
+"""Seconds after which a file is no longer being written."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EMLINK, errno.EXDEV)
 
 
@@ -49,16 +52,25 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
+        self._parts = path / OWN / "parts"
         try:
-            (path / OWN / "parts").mkdir(parents=True, exist_ok=True)
+            self._parts.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{path} cannot be made a folder of images: {error.strerror or error}.") from None
+        self._clear_away()
+
+    def _clear_away(self) -> None:
+        """What was being written by processes that were killed."""
+        for part in self._parts.iterdir():
+            with suppress(OSError):
+                if time.time() - part.stat().st_mtime > ABANDONED:
+                    part.unlink()
 
     def names(self) -> set[str]:
         return {path.name for path in self.path.iterdir()}
 
     def write(self, name: str, data: bytes, ours: Callable[[Path], bool]) -> str:
-        part = self.path / OWN / "parts" / uuid.uuid4().hex
+        part = self._parts / uuid.uuid4().hex
         try:
             with part.open("xb") as file:
                 file.write(data)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,7 @@ from sdaccel.errors import StoreError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.journal import Journal
 from sdaccel.jobs.run import Run
-from sdaccel.jobs.storage import OWN, DiskFull, Folder
+from sdaccel.jobs.storage import ABANDONED, OWN, DiskFull, Folder
 from sdaccel.jobs.task import BatchTask, Options
 from tests.jobs.drawing import AT_ONCE, Painters, jobs, pixels
 
@@ -242,3 +244,39 @@ def test_two_processes_on_one_folder_overwrite_nothing(tmp_path):
     draw(tmp_path / "whole", jobs(12))
     assert names == pixels(tmp_path / "whole")
     assert sum(int(drawn) for _, drawn, _ in told) == len(names)
+
+
+def test_an_image_whose_file_is_gone_is_drawn_again_and_said(tmp_path):
+    draw(tmp_path, jobs(4))
+    before = pixels(tmp_path)
+    for name in list(before)[1:3]:
+        (tmp_path / name).unlink()
+    run, painters = draw(tmp_path, jobs(4), resume=True)
+    assert pixels(tmp_path) == before and run.summary.drawn == 2 and run.summary.before == 5
+    assert run.summary.ok and run.summary.notes == {"gone from the folder, and drawn again": 2}
+    again, painters = draw(tmp_path, jobs(4), resume=True)
+    assert again.summary.before == 7 and not painters.drawn and not again.summary.notes
+
+
+def test_resuming_with_another_model_is_said(tmp_path):
+    draw(tmp_path, [Job("a", seed=1, n=2)])
+    run, _ = draw(tmp_path, [Job("a", seed=1, n=2, model="other")], resume=True)
+    (note,) = run.summary.notes.items()
+    assert "another model" in note[0] and note[1] == 2 and run.summary.drawn == 2 and len(pixels(tmp_path)) == 4
+
+
+def test_a_journal_that_is_none_is_told(tmp_path):
+    (tmp_path / OWN / "journal.sqlite").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"the journal .* cannot be used"):
+        Journal(tmp_path / OWN)
+    assert not list((tmp_path / OWN / "owners").iterdir())
+
+
+def test_what_a_killed_process_was_writing_is_cleared_away_in_time(tmp_path):
+    Folder(tmp_path)
+    parts = tmp_path / OWN / "parts"
+    for name, age in (("old", 2 * ABANDONED), ("new", 0)):
+        (parts / name).write_bytes(b"half")
+        os.utime(parts / name, (time.time() - age,) * 2)
+    Folder(tmp_path)
+    assert [path.name for path in parts.iterdir()] == ["new"]
