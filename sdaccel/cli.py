@@ -501,7 +501,8 @@ def batch(
         opening=opening,
         tokenizer=str(tokenizer) if tokenizer else None,
     )
-    with display.events() if as_json else display.bar() as shown:
+    going_on = console.told_when_stopped("Run the same command with --resume: it draws what is missing.")
+    with going_on, display.events() if as_json else display.bar() as shown:
         run = draw_jobs(
             jobs,
             options,
@@ -510,7 +511,7 @@ def batch(
             expand=expand,
             seed=seed,
             pattern=name,
-            workers=workers or 1,
+            workers=1 if workers is None else workers,
             ray=ray,
             resume=resume,
             retry=retry,

@@ -172,6 +172,16 @@ def _interruptible() -> Iterator[None]:
             timer.cancel()
 
 
+@contextmanager
+def told_when_stopped(text: str) -> Iterator[None]:
+    """After Ctrl-C, says how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(text)
+        raise
+
+
 def _configure_logging(level: int) -> None:
     """SDACCEL_DEBUG: 1 stages, 2 and more details too. Without it only warnings."""
     logger = logging.getLogger("sdaccel")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from sdaccel.errors import SdaccelError
 from sdaccel.jobs.display import Display
 from sdaccel.jobs.job import JobError
+from sdaccel.jobs.names import Pattern
 from sdaccel.jobs.reading import read_defaults, read_jobs
 from sdaccel.jobs.run import Run
 from sdaccel.jobs.sheet import SheetRow, write_sheet
@@ -34,23 +37,40 @@ def draw_jobs(
     usual = read_defaults(defaults) if defaults else {}
     found = read_jobs(jobs, usual, expand, seed)
     if not found.jobs:
-        raise next(iter(found.faults), JobError("there is no job in it.", jobs))
-    run = Run(
-        found.jobs,
-        options,
-        workers=_workers(options, workers, ray, display),
-        pattern=pattern,
-        resume=resume,
-        retry=retry,
-        faults=found.faults,
-    )
+        for fault in found.faults[:-1]:
+            display.fault(str(fault))
+        raise found.faults[-1] if found.faults else JobError("there is no job in it.", jobs)
+    names = Pattern(pattern) if pattern is not None else None
+    drawing = _workers(options, workers, ray, display)
     try:
-        for result in run:
-            display.image(run, result)
-    finally:
+        run = Run(
+            found.jobs,
+            options,
+            workers=drawing,
+            pattern=names,
+            resume=resume,
+            retry=retry,
+            faults=found.faults,
+        )
+    except BaseException:
+        drawing.close(now=True)
+        raise
+
+    def write() -> None:
         if sheet and run.images and "://" not in options.out:
             rows = [_row(entry) for entry in run.entries()]
             write_sheet(Path(options.out).expanduser() / SHEET, Path(jobs).name, rows)
+
+    try:
+        with closing(iter(run)) as results:
+            for result in results:
+                display.image(run, result)
+    except BaseException:
+        with suppress(SdaccelError):  # what ended the run is what is told
+            write()
+        raise
+    with suppress(SdaccelError) if run.summary.stopped else nullcontext():
+        write()
     return run
 
 

@@ -20,6 +20,9 @@ class Display(Protocol):
 
     def image(self, run: Run, result: ImageResult) -> None: ...
 
+    def fault(self, text: str) -> None:
+        """Of a job that cannot be read, where none can."""
+
 
 @contextmanager
 def bar(enabled: bool | None = None) -> Iterator[Display]:
@@ -55,6 +58,13 @@ class _Bar:
             self._task, total=summary.asked - summary.before, completed=ended, description=rate_line(run, result)
         )
 
+    def fault(self, text: str) -> None:
+        _say_fault(text)
+
+
+def _say_fault(text: str) -> None:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
 
 def rate_line(run: Run, result: ImageResult) -> str:
     summary = run.summary
@@ -83,6 +93,9 @@ class JsonEvents:
         summary = run.summary
         counts = {name: getattr(summary, name) for name in ("asked", "before", "drawn", "failed")}
         self.say("image", **{**asdict(result), "ok": result.ok}, run=counts)
+
+    def fault(self, text: str) -> None:
+        _say_fault(text)
 
     def say(self, event: str, **facts: Any) -> None:
         print(json.dumps({"event": event, **facts}, ensure_ascii=False), flush=True, file=sys.stdout)

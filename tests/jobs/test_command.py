@@ -93,3 +93,40 @@ def test_wrong_options_are_told_before_anything_is_drawn(batch, tmp_path, argume
 def test_nothing_to_draw_is_an_error(batch):
     code, _, err = batch(BAD)
     assert code == 1 and "jobs.jsonl:1" in err
+
+
+def test_where_no_job_can_be_used_each_fault_is_told(batch):
+    code, _, err = batch(BAD)
+    assert code == 1 and [f"jobs.jsonl:{line}" in err for line in (1, 2, 3)] == [True] * 3
+
+
+def test_no_number_of_workers_is_taken_for_another(batch, monkeypatch):
+    monkeypatch.undo()
+    code, _, err = batch(GOOD, "--workers", "0")
+    assert code == 1 and "workers=0 is not between 1 and 64" in err
+
+
+def test_ctrl_c_says_how_to_go_on_and_keeps_the_sheet(batch, tmp_path, monkeypatch):
+    def interrupted(shown, run, result):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sdaccel.jobs.display._Bar.image", interrupted)
+        code, _, err = batch(GOOD)
+    assert code == 130 and "with --resume" in err and "Traceback" not in err
+    assert "a red circle" in (tmp_path / "out" / "contact-sheet.html").read_text(encoding="utf-8")
+    code, out, _ = batch(GOOD, "--resume")
+    assert code == 0 and "1 image there already" in out
+
+
+def test_a_run_that_cannot_begin_leaves_no_worker(batch, tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Here, "close", lambda self, *, now=False: closed.append(now))
+    (tmp_path / "out" / ".sdaccel" / "journal.sqlite").mkdir(parents=True)
+    code, _, err = batch(GOOD)
+    assert code == 1 and "journal" in err and closed == [True]
+
+
+def test_an_empty_pattern_is_not_taken_for_none(batch):
+    code, _, err = batch(GOOD, "--name", "")
+    assert code == 1 and "cannot be empty" in err
