@@ -165,6 +165,10 @@ def _interruptible() -> Iterator[None]:
     before = [(kind, signal.signal(kind, interrupt)) for kind in kinds]
     try:
         yield
+    except Exception:
+        if timers:  # an import that was cut off fails with whatever it likes
+            raise KeyboardInterrupt from None
+        raise
     finally:
         for kind, handler in before:
             signal.signal(kind, handler)

@@ -156,6 +156,7 @@ class Processes:
         self._lock = threading.RLock()
         self._closing = False
         self._dispatcher: Dispatcher[_Child] = Dispatcher()
+        self._children: list[_Child] = []
         atexit.register(self.close, now=True)
         with self._lock:  # they may end before all are there
             self._children = [_Child(self, place) for place in _places(count)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from sdaccel import console
 from sdaccel.cli import run
 from sdaccel.jobs.pool import Here
 from tests.conftest import Built
@@ -130,3 +132,14 @@ def test_a_run_that_cannot_begin_leaves_no_worker(batch, tmp_path, monkeypatch):
 def test_an_empty_pattern_is_not_taken_for_none(batch):
     code, _, err = batch(GOOD, "--name", "")
     assert code == 1 and "cannot be empty" in err
+
+
+def test_an_import_that_ctrl_c_cuts_off_is_no_fault_of_ours(capsys):
+    def app(arguments, **options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("cannot load module more than once per process") from None
+
+    assert console.run(app, []) == console.INTERRUPTED
+    assert capsys.readouterr().err.startswith("stopped")

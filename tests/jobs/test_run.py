@@ -280,3 +280,11 @@ def test_what_a_killed_process_was_writing_is_cleared_away_in_time(tmp_path):
         os.utime(parts / name, (time.time() - age,) * 2)
     Folder(tmp_path)
     assert [path.name for path in parts.iterdir()] == ["new"]
+
+
+def test_a_plan_is_safe_from_a_loss_of_power_and_each_image_does_not_wait_for_the_disk(tmp_path):
+    journal = Journal(tmp_path / OWN)
+    with journal.planning():
+        assert journal._one("PRAGMA synchronous") == (2,)
+    assert journal._one("PRAGMA synchronous") == (1,)
+    journal.close()
