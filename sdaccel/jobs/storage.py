@@ -19,7 +19,8 @@ OWN = ".sdaccel"
 """The folder of what a run keeps for itself: its journal, files being written."""
 ABANDONED = 3600.0
 """Seconds after which a file is no longer being written."""
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EMLINK, errno.EXDEV)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.EINVAL)
+"""What systems say of a disk without links; EINVAL is Windows of FAT and exFAT."""
 
 
 class DiskFull(StoreError):
@@ -104,7 +105,11 @@ def _link(part: Path, final: Path) -> None:
         if isinstance(error, FileExistsError) or error.errno not in _NO_LINKS:
             raise
         os.close(os.open(final, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # a disk without links: the name first
-        part.replace(final)
+        try:
+            part.replace(final)
+        except OSError:
+            final.unlink(missing_ok=True)
+            raise
 
 
 def has_key(path: Path, key: str) -> bool:

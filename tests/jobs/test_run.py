@@ -174,11 +174,25 @@ def test_a_disk_that_is_full_is_told_in_our_words(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.png")) and not list((tmp_path / OWN / "parts").iterdir())
 
 
-def test_a_disk_without_links_is_written_too(tmp_path, monkeypatch):
+@pytest.fixture(params=[errno.ENOTSUP, errno.EINVAL])
+def no_links(request, monkeypatch):
     def link(source, target):
-        raise OSError(errno.ENOTSUP, "not supported")
+        raise OSError(request.param, "not supported")
 
     monkeypatch.setattr("sdaccel.jobs.storage.os.link", link)
+
+
+def test_a_name_is_given_back_where_the_file_cannot_have_it(tmp_path, monkeypatch, no_links):
+    def replace(self, target):
+        raise PermissionError(errno.EACCES, "held by another program")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(StoreError, match="held by another program"):
+        Folder(tmp_path).write("a.png", b"1", lambda path: False)
+    assert [path.name for path in tmp_path.iterdir()] == [OWN]
+
+
+def test_a_disk_without_links_is_written_too(tmp_path, no_links):
     folder = Folder(tmp_path)
     assert [folder.write("a.png", data, lambda path: False) for data in (b"1", b"2")] == ["a.png", "a-2.png"]
     assert (tmp_path / "a.png").read_bytes() == b"1" and (tmp_path / "a-2.png").read_bytes() == b"2"
