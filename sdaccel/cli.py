@@ -494,7 +494,7 @@ def batch(
         engines=not no_engine,
         build=build,
         fallback=not no_fallback,
-        batch_size=None if batch_size == "auto" else _count(batch_size, "--batch-size"),
+        batch_size=None if batch_size == "auto" else _count(batch_size, "--batch-size", ", nor auto"),
         format=format_,
         quality=quality,
         sidecar=sidecar,
@@ -775,9 +775,9 @@ def _bench_batch(
     return OK
 
 
-def _count(text: str, option: str) -> int:
+def _count(text: str, option: str, other: str = "") -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise SettingError(f"{option} {text} is no number from 1 to 64.")
+        raise SettingError(f"{option} {text} is no number from 1 to 64{other}.")
     return int(text)
 
 

@@ -86,7 +86,7 @@ def _load(pipe: Any, lora: Lora, name: str) -> None:
     try:
         pipe.load_lora_weights(str(lora.path.absolute().parent), **place)
     except (ValueError, KeyError, RuntimeError, AttributeError, OSError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300].removesuffix(".")
         raise ModelError(f"{lora.path} cannot be used with this model: {reason or type(error).__name__}.") from error
     if name not in {each for names in pipe.get_list_adapters().values() for each in names}:
         raise ModelError(f"{lora.path} changes nothing of this model: none of its weights belongs to it.")

@@ -58,8 +58,9 @@ def draw_jobs(
 
     def write() -> None:
         if sheet and run.images and "://" not in options.out:
-            rows = [_row(entry) for entry in run.entries()]
-            write_sheet(Path(options.out).expanduser() / SHEET, Path(jobs).name, rows)
+            rows = [_row(entry) for entry in run.entries(others=True)]
+            folder = Path(options.out).expanduser()
+            write_sheet(folder / SHEET, folder.absolute().name, rows)
 
     try:
         with closing(iter(run)) as results:

@@ -191,6 +191,16 @@ class Journal:
                 state.done = state.seconds = None
         return states
 
+    def everything(self) -> Iterator[tuple[ImageTask, ImageState]]:
+        """All images that have files or are to have them, whoever asked for them."""
+        for (batch,) in self._all("SELECT id FROM batches ORDER BY id"):
+            states = self.states(batch)
+            yield from ((image, states[image.key]) for image in self._images(batch) if image.key in states)
+
+    def _images(self, batch: int) -> tuple[ImageTask, ...]:
+        rows = self._all("SELECT key, number, name, job FROM images WHERE batch=? ORDER BY position", batch)
+        return tuple(ImageTask(key, _read(job), number, name or "") for key, number, name, job in rows)
+
     def claim(self, batch: int, keys: set[str]) -> list[BatchTask] | None:
         """What is left to draw of ``batch``, now ours; None while another living process has it.
 
@@ -209,8 +219,7 @@ class Journal:
         if not wanted:
             return []
         ((model,),) = self._all("SELECT model FROM batches WHERE id=?", batch)
-        rows = self._all("SELECT key, number, name, job FROM images WHERE batch=? ORDER BY position", batch)
-        images = tuple(ImageTask(key, _read(job), number, name or "") for key, number, name, job in rows)
+        images = self._images(batch)
         together = tuple(i for i, image in enumerate(images) if image.key in wanted and not states[image.key].crashes)
         alone = [image for image in images if image.key in wanted and states[image.key].crashes]
         tasks = [BatchTask(batch, model, images, together)] if together else []

@@ -117,9 +117,13 @@ class Run:
         """key → image, once the first result is there."""
         self._entries: list[Entry] = []
 
-    def entries(self) -> list[Entry]:
-        """Every image that was drawn or set aside, by this run or an earlier one, in the order of the jobs."""
-        return sorted(self._entries, key=lambda entry: entry.image.index)
+    def entries(self, *, others: bool = False) -> list[Entry]:
+        """Every image that was drawn or set aside, by this run or an earlier one, in the order of the jobs.
+
+        others: those of other jobs in the folder too.
+        """
+        chosen = (entry for entry in self._entries if others or entry.image.key in self.images)
+        return sorted(chosen, key=lambda entry: entry.image.index)
 
     def __iter__(self) -> Generator[ImageResult, None, None]:
         finished = False
@@ -136,10 +140,9 @@ class Run:
             self._journal.close()
 
     def _known_entries(self) -> Iterator[Entry]:
-        for batch in self._journal.batches_of(self.images):
-            for key, state in self._journal.states(batch).items():
-                if key in self.images and not state.open:
-                    yield Entry(self.images[key], state.done or "", state.seconds, state.failed)
+        for image, state in self._journal.everything():
+            if not state.open:
+                yield Entry(self.images.get(image.key, image), state.done or "", state.seconds, state.failed)
 
     # ---- before
 

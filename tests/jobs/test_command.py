@@ -60,6 +60,13 @@ def test_events_are_a_line_each(batch):
     assert events[-1]["event"] == "summary" and events[-1]["ok"] and events[-1]["missing"] == 0
 
 
+def test_the_contact_sheet_is_of_the_folder_not_of_the_last_jobs(batch, tmp_path):
+    batch(GOOD)
+    batch(GOOD.replace("red circle", "blue star"), name="others.jsonl")
+    page = (tmp_path / "out" / "contact-sheet.html").read_text(encoding="utf-8")
+    assert "a red circle" in page and "a blue star" in page
+
+
 def test_again_needs_resume(batch):
     assert batch(GOOD)[0] == 0
     code, _, err = batch(GOOD)
@@ -77,7 +84,7 @@ def test_an_image_that_is_set_aside_is_a_difference(batch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--batch-size", "many"], "--batch-size many is no number from 1 to 64"),
+        (["--batch-size", "many"], "--batch-size many is no number from 1 to 64, nor auto"),
         (["--format", "bmp"], "bmp"),
         (["--quality", "0"], "between 1 and 100"),
         (["--expand", "some"], "random, all, none"),
