@@ -32,6 +32,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+lora = typer.Typer(
+    help="Look into LoRA files and their relatives.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(lora, name="lora")
 
 # Options that several commands share.
 ModelArgument = Annotated[
@@ -720,6 +726,30 @@ def ui(
 
     serve(host, port, store=_store(store), models=models, output=output, browser=browser)
     return OK
+
+
+@lora.command("inspect")
+def inspect_lora(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file of a LoRA or one of its relatives.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Say what of it this model takes.")] = None,
+    allow_pickle: PickleOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Show format, ranks and target of a LoRA file, and what of it a model takes."""
+    from sdaccel.adapters import read_adapter
+    from sdaccel.adapters.report import describe, lines
+
+    adapter = read_adapter(file.expanduser())
+    shapes = None
+    if model is not None:
+        parts = _open(model, allow_pickle, None, None, None).components
+        shapes = {name: {each: ref.shape for each, ref in part.tensors.items()} for name, part in parts.items()}
+    facts = describe(adapter, shapes)
+    if as_json:
+        console.print_json(facts)
+    else:
+        console.print_lines(lines(facts))
+    return FAULT if facts["refused"] or facts["unused"] else OK
 
 
 @app.command()

@@ -190,10 +190,14 @@ def _layer(
     component, inside = split_module(module)
     rank = rank_of(shapes, kind)
     rs = False
-    if alpha is None and rank:
-        alpha, rs = _stated_alpha(settings, component, inside)
-    if (kind == "lokr" and {"lokr_w1", "lokr_w2"} <= set(shapes)) or kind in ("full", "norm", "ia3"):
+    whole = kind == "lokr" and {"lokr_w1", "lokr_w2"} <= set(shapes)
+    if whole or kind in ("full", "norm", "ia3"):  # LyCORIS writes an alpha that it does not use
         alpha = None
+    if alpha is None and (rank or whole):
+        alpha, rs = _stated(settings, component, inside, "alpha"), settings.get(f"{component}.use_rslora", settings.get("use_rslora")) is True
+        if whole:  # PEFT scales these too
+            stated_rank = _stated(settings, component, inside, "r")
+            rank, alpha = (int(stated_rank), alpha) if stated_rank and stated_rank >= 1 else (None, None)
     if alpha == 0 and rank and kind not in ("oft", "boft"):
         alpha = None
     return Layer(module, component, inside, kind, parts, tuple(keys.values()), rank, alpha, rs, "magnitude" in shapes)
@@ -227,18 +231,21 @@ def _settings(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _stated_alpha(settings: Mapping[str, Any], component: str, module: str) -> tuple[float | None, bool]:
-    def stated(name: str) -> Any:
-        return settings.get(f"{component}.{name}", settings.get(name))
+def _stated(settings: Mapping[str, Any], component: str, module: str, what: str) -> float | None:
+    """ "alpha" or "r" of a module, from its pattern or for all."""
 
-    alpha = stated("lora_alpha") if stated("lora_alpha") is not None else stated("alpha")
-    pattern = stated("alpha_pattern")
+    def stated(*names: str) -> Any:
+        found = (settings.get(f"{component}.{name}", settings.get(name)) for name in names)
+        return next((value for value in found if value is not None), None)
+
+    number = stated("lora_alpha", "alpha") if what == "alpha" else stated("r")
+    pattern = stated("alpha_pattern" if what == "alpha" else "rank_pattern")
     if isinstance(pattern, dict):
         fitting = [name for name in pattern if module == name or module.endswith(f".{name}")]
-        alpha = pattern[max(fitting, key=len)] if fitting else alpha
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) < 1e30:
-        return None, False
-    return float(alpha), stated("use_rslora") is True
+        number = pattern[max(fitting, key=len)] if fitting else number
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 1e30:
+        return None
+    return float(number)
 
 
 def _family(layers: list[Layer], metadata: Mapping[str, str]) -> Family | None:

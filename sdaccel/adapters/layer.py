@@ -122,6 +122,8 @@ class Layer:
         LoRA, LoHa, LoKr and full differences read nothing of ``weight`` but its shape. A linear layer's parts fit a
         1×1 convolution and the reverse. Formulas: sdaccel.adapters.deltas. Raises ModelError.
         """
+        if not self.changes_weight:
+            raise ModelError(f"{self.name}: it has nothing for a weight, only for a bias.")
         self.check(weight.shape, self.name)
         parts = self._read(weight.device)
         with torch.no_grad():
