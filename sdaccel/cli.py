@@ -730,7 +730,9 @@ def ui(
 
 @lora.command("inspect")
 def inspect_lora(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file of a LoRA or one of its relatives.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .safetensors file of a LoRA or one of its relatives.")
+    ],
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Say what of it this model takes.")] = None,
     allow_pickle: PickleOption = False,
     as_json: JsonOption = False,

@@ -7,7 +7,7 @@ a matrix or in W's shape. ``gamma`` is alpha / rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
@@ -97,6 +97,41 @@ def boft(parts: Parts, weight: Tensor, constraint: float, scale: float) -> Tenso
         turned = torch.empty_like(turned).index_copy_(0, order, mixed.reshape(turned.shape))
     rescale = _rows(parts.get("rescale"), turned)
     return ((turned if rescale is None else rescale * turned) - weight.flatten(1)).reshape(weight.shape)
+
+
+def oft_of_peft(vectors: Tensor, weight: Tensor, scale: float, terms: int | None) -> Tensor:
+    """ΔW = s·W(R − I)ᵀ in blocks of inputs × kernel; Q's upper triangle is stored (arXiv:2506.19847).
+
+    R = (I − Q)(I + Q)⁻¹ or, as PEFT has it, I + 2Q + 2Q² + … + Qⁿ⁻¹ with n ``terms``. One block serves all.
+    """
+    size = side(vectors.shape[1])
+    skew = torch.zeros(vectors.shape[0], size, size, device=vectors.device)
+    rows, columns = torch.triu_indices(size, size, 1, device=vectors.device)
+    skew[:, rows, columns] = vectors
+    skew = skew - skew.transpose(1, 2)
+    identity = torch.eye(size, device=skew.device)
+    if terms is None:
+        moved = torch.linalg.solve(identity + skew, identity - skew, left=False) - identity
+    else:
+        moved, power = torch.zeros_like(skew), skew
+        for term in range(1, terms):
+            moved = moved + (1 if term == terms - 1 > 1 else 2) * power
+            power = power @ skew
+    blocks = weight.reshape(weight.shape[0], -1, size)
+    return scale * torch.einsum("okm,knm->okn", blocks, moved.expand(blocks.shape[1], size, size)).reshape(weight.shape)
+
+
+def boft_of_peft(blocks: Tensor, rescale: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """ΔW = s·(r·W·Rᵀ − W) in blocks of inputs × kernel, R = (I − Q)(I + Q)⁻¹, Q = (B − Bᵀ)/2 (arXiv:2311.06243)."""
+    rotation = _cayley(-0.5 * blocks[0], 0.0)
+    parts = weight.reshape(weight.shape[0], rotation.shape[0], -1)
+    turned = torch.einsum("okm,knm->okn", parts, rotation).reshape(weight.shape[0], -1)
+    return scale * (rescale.reshape(-1, 1) * turned - weight.flatten(1)).reshape(weight.shape)
+
+
+def side(values: int) -> int:
+    """Of a square matrix with so many values above its diagonal."""
+    return (1 + isqrt(1 + 8 * values)) // 2
 
 
 def dora(delta: Tensor, magnitude: Tensor, weight: Tensor, scale: float, peft: bool) -> Tensor:

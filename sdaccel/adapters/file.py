@@ -160,8 +160,7 @@ def _layer(
 ) -> Layer | str:
     """A layer, or why there is none."""
     shapes = {part: entries[name].shape for part, name in keys.items()}
-    unsupported = {"oft_R": "PEFT's OFT", "boft_R": "PEFT's BOFT", "boft_s": "PEFT's BOFT",
-                   "oft_diag": "OFT of LyCORIS before 2", "scalar": "a trained scalar"}  # fmt: skip
+    unsupported = {"oft_diag": "OFT of LyCORIS before 2", "scalar": "a trained scalar"}
     for part, label in unsupported.items():
         if part in shapes:
             return f"{label} ({part}), which is not supported"
@@ -171,6 +170,14 @@ def _layer(
     wrong = fault(shapes, kind)
     if wrong:
         return wrong
+    terms = None
+    if kind == "peft-oft":
+        if settings.get("peft_type") != "OFT" or settings.get("coft"):
+            return "OFT of PEFT whose adapter_config.json is not beside it, or which is constrained (coft)"
+        if settings.get("use_cayley_neumann", True):
+            terms = settings.get("num_cayley_neumann_terms", 5)
+            if type(terms) is not int or not 1 <= terms <= 100:
+                return f"num_cayley_neumann_terms is {str(terms)[:20]}, not 1 to 100"
     alpha, parts = None, {}
     for part, name in keys.items():
         entry = entries[name]
@@ -194,13 +201,18 @@ def _layer(
     if whole or kind in ("full", "norm", "ia3"):  # LyCORIS writes an alpha that it does not use
         alpha = None
     if alpha is None and (rank or whole):
-        alpha, rs = _stated(settings, component, inside, "alpha"), settings.get(f"{component}.use_rslora", settings.get("use_rslora")) is True
+        alpha, rs = (
+            _stated(settings, component, inside, "alpha"),
+            settings.get(f"{component}.use_rslora", settings.get("use_rslora")) is True,
+        )
         if whole:  # PEFT scales these too
             stated_rank = _stated(settings, component, inside, "r")
             rank, alpha = (int(stated_rank), alpha) if stated_rank and stated_rank >= 1 else (None, None)
     if alpha == 0 and rank and kind not in ("oft", "boft"):
         alpha = None
-    return Layer(module, component, inside, kind, parts, tuple(keys.values()), rank, alpha, rs, "magnitude" in shapes)
+    return Layer(
+        module, component, inside, kind, parts, tuple(keys.values()), rank, alpha, rs, "magnitude" in shapes, terms
+    )
 
 
 def _number(path: Path, entry: HeaderEntry) -> float | None:

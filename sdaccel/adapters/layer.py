@@ -25,6 +25,8 @@ FORMATS = {
     "glora": "GLoRA",
     "oft": "OFT",
     "boft": "BOFT",
+    "peft-oft": "OFT on inputs",
+    "peft-boft": "BOFT on inputs",
 }
 _NEEDS: dict[str, tuple[set[str], set[str]]] = {  # required and optional parts
     "lora": ({"down", "up"}, {"up_bias"}),
@@ -37,6 +39,8 @@ _NEEDS: dict[str, tuple[set[str], set[str]]] = {  # required and optional parts
     "glora": ({"a1", "a2", "b1", "b2"}, {"bm"}),
     "oft": ({"oft_blocks"}, {"rescale"}),
     "boft": ({"oft_blocks"}, {"rescale"}),
+    "peft-oft": ({"oft_R"}, set()),
+    "peft-boft": ({"boft_R", "boft_s"}, set()),
 }
 _RANKS = {"lora": ("down", 0), "locon": ("down", 0), "loha": ("hada_w1_b", 0)}
 _EVERYWHERE = {"alpha", "diff_b"}
@@ -53,6 +57,10 @@ def kind_of(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         return "lokr"
     if "oft_blocks" in shapes:
         return "oft" if len(shapes["oft_blocks"]) == 3 else "boft"
+    if "oft_R" in shapes:
+        return "peft-oft"
+    if "boft_R" in shapes or "boft_s" in shapes:
+        return "peft-boft"
     if "a1" in shapes:
         return "glora"
     if "ia3_l" in shapes or "on_input" in shapes:
@@ -83,6 +91,8 @@ class Layer:
     """Rank-stabilized: γ = alpha / √rank (arXiv:2312.03732)."""
     peft: bool = False
     """How strengths other than 1 act on DoRA: as in PEFT (and diffusers), else as in A1111, Forge and ComfyUI."""
+    terms: int | None = None
+    """OFT of PEFT: how many terms of the Neumann series stand for the inverse; None: the inverse itself."""
 
     @property
     def decomposed(self) -> bool:
@@ -147,6 +157,10 @@ class Layer:
             return deltas.oft(parts, base, alpha, scale)
         if self.kind == "boft":
             return deltas.boft(parts, base, alpha, scale)
+        if self.kind == "peft-oft":
+            return deltas.oft_of_peft(parts["oft_R"], base, scale, self.terms)
+        if self.kind == "peft-boft":
+            return deltas.boft_of_peft(parts["boft_R"], parts["boft_s"], base, scale)
         if self.kind in ("full", "norm"):
             plain = parts["diff" if self.kind == "full" else "w_norm"]
         else:
@@ -282,6 +296,15 @@ def sizes(shapes: Mapping[str, tuple[int, ...]], kind: str) -> tuple[int | None,
         if kind == "boft":
             _same((blocks[-1] % 2, blocks[-3] * blocks[-1] % 2 ** (blocks[0] - 1) if blocks[0] < 64 else 1), (0, 0))
         return blocks[-3] * blocks[-2], None
+    if kind == "peft-oft":
+        blocks, values = shapes["oft_R"]
+        side = deltas.side(values)
+        _same(side * (side - 1) // 2, values)
+        return None, blocks * side if blocks > 1 else None
+    if kind == "peft-boft":
+        one, blocks, side, other = shapes["boft_R"]
+        _same((one, side), (1, other))  # more factors than one come with a permutation that is not in the file
+        return prod(shapes["boft_s"]), blocks * side
     if kind == "glora":
         (x, y), (p, q) = shapes["a1"][:2], shapes["a2"][:2]
         _same((x, y), (q, p))

@@ -41,6 +41,14 @@ CONFIGS = {
     "lokr": lambda: peft.LoKrConfig(**LYCORIS),
     "lokr-core": lambda: peft.LoKrConfig(**LYCORIS, use_effective_conv2d=True, decompose_both=True),
     "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["time_proj"], init_ia3_weights=False),
+    "oft": lambda: peft.OFTConfig(target_modules=TARGETS, oft_block_size=4, r=0, init_weights=False),
+    "oft-exact": lambda: peft.OFTConfig(
+        target_modules=TARGETS, oft_block_size=4, r=0, init_weights=False, use_cayley_neumann=False
+    ),
+    "oft-shared": lambda: peft.OFTConfig(
+        target_modules=TARGETS, oft_block_size=4, r=0, init_weights=False, block_share=True
+    ),
+    "boft": lambda: peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, init_weights=False),
 }  # fmt: skip
 
 
@@ -52,8 +60,10 @@ def made(request, tmp_path):
     model = peft.get_peft_model(base, CONFIGS[request.param]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "magnitude" in name or "ia3" in name:
+            if "magnitude" in name or "ia3" in name or "boft_s" in name:
                 parameter.mul_(1 + 0.3 * torch.rand_like(parameter))
+            elif "oft_R" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
             elif "hada" in name:  # products of small numbers
                 parameter.mul_(3)
     model.save_pretrained(tmp_path)
