@@ -297,14 +297,14 @@ def sizes(shapes: Mapping[str, tuple[int, ...]], kind: str) -> tuple[int | None,
             _same((blocks[-1] % 2, blocks[-3] * blocks[-1] % 2 ** (blocks[0] - 1) if blocks[0] < 64 else 1), (0, 0))
         return blocks[-3] * blocks[-2], None
     if kind == "peft-oft":
-        blocks, values = shapes["oft_R"]
+        count, values = shapes["oft_R"]
         side = deltas.side(values)
         _same(side * (side - 1) // 2, values)
-        return None, blocks * side if blocks > 1 else None
+        return None, count * side if count > 1 else None
     if kind == "peft-boft":
-        one, blocks, side, other = shapes["boft_R"]
-        _same((one, side), (1, other))  # more factors than one come with a permutation that is not in the file
-        return prod(shapes["boft_s"]), blocks * side
+        factors, count, side, other = shapes["boft_R"]
+        _same((factors, side), (1, other))  # more than one come with a permutation that is not in the file
+        return prod(shapes["boft_s"]), count * side
     if kind == "glora":
         (x, y), (p, q) = shapes["a1"][:2], shapes["a2"][:2]
         _same((x, y), (q, p))
