@@ -200,7 +200,10 @@ def _layer(
     whole = kind == "lokr" and {"lokr_w1", "lokr_w2"} <= set(shapes)
     if whole or kind in ("full", "norm", "ia3"):  # LyCORIS writes an alpha that it does not use
         alpha = None
-    if alpha is None and (rank or whole):
+    unscaled = alpha == 0 and kind not in ("oft", "boft")  # as kohya and LyCORIS mean it
+    if unscaled:
+        alpha = None
+    elif alpha is None and (rank or whole):
         alpha, rs = (
             _stated(settings, component, inside, "alpha"),
             settings.get(f"{component}.use_rslora", settings.get("use_rslora")) is True,
@@ -208,8 +211,6 @@ def _layer(
         if whole:  # PEFT scales these too
             stated_rank = _stated(settings, component, inside, "r")
             rank, alpha = (int(stated_rank), alpha) if stated_rank and stated_rank >= 1 else (None, None)
-    if alpha == 0 and rank and kind not in ("oft", "boft"):
-        alpha = None
     return Layer(
         module, component, inside, kind, parts, tuple(keys.values()), rank, alpha, rs, "magnitude" in shapes, terms
     )
