@@ -157,13 +157,20 @@ def fit_pipeline(pipe: Any, request: Request) -> Any:
         except (ValueError, TypeError) as error:
             raise ModelError(f"{name} cannot start from an image: {error}") from error
     if request.scheduler is not None:
-        kind = getattr(diffusers, SCHEDULERS[request.scheduler])
-        try:
-            pipe.scheduler = kind.from_config(pipe.scheduler.config)
-        except (ImportError, ValueError, TypeError) as error:
-            raise SettingError(f"the scheduler {request.scheduler} cannot be used: {error}") from error
+        pipe.scheduler = new_scheduler(pipe.scheduler, request.scheduler)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def new_scheduler(own: Any, name: str | None) -> Any:
+    """A scheduler of that name (None: the same kind) for the model that ``own`` is of. Raises SettingError."""
+    import diffusers
+
+    kind = getattr(diffusers, SCHEDULERS[name]) if name else type(own)
+    try:
+        return kind.from_config(own.config)
+    except (ImportError, ValueError, TypeError) as error:
+        raise SettingError(f"the scheduler {name} cannot be used: {error}") from error
 
 
 def open_accelerated(
@@ -282,7 +289,12 @@ def with_size(request: Request, native: int) -> Request:
 def largest_batch(accelerated: Any, width: int, height: int) -> int:
     """Images at once that engines for this size take; 4 where there is none for it."""
     swap = accelerated.swaps.get("unet")
-    profiles = [image for entry in swap.context.engines for image in entry.engine.image_profiles] if swap else []
+    return at_once_by(swap.context.engines if swap else (), width, height)
+
+
+def at_once_by(engines: Sequence[Any], width: int, height: int) -> int:
+    """As `largest_batch`, of these engines of the UNet."""
+    profiles = [image for entry in engines for image in entry.engine.image_profiles]
     return max((p.batch.max for p in profiles if width in p.width and height in p.height), default=4)
 
 
@@ -360,9 +372,13 @@ def refusals(pipe: Any, request: Request) -> Iterator[None]:
         raise SettingError(f"{kind} cannot draw in {request.steps} steps.", hint=f"Below {known} it can.") from error
 
 
+def edits_as_told(pipe: Any) -> bool:
+    """InstructPix2Pix: its pipelines take no strength, and read prompts in their own way."""
+    return "Pix2Pix" in type(pipe).__name__
+
+
 def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     """What ``request`` means to a pipeline of its kind, but for seeds and their number."""
-    edits = "Pix2Pix" in type(pipe).__name__  # edits an image as told, and takes no strength
     arguments: dict[str, Any] = {
         "prompt": request.prompt,
         "negative_prompt": request.negative or None,
@@ -375,7 +391,7 @@ def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     image = _open_image(request.image)
     wanted = (request.width or image.width, request.height or image.height)
     arguments["image"] = image.resize(wanted) if wanted != image.size else image
-    if not edits:
+    if not edits_as_told(pipe):
         arguments["strength"] = request.strength
     if request.mask is not None:
         mask = _open_image(request.mask).convert("L")

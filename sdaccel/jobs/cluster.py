@@ -33,8 +33,8 @@ from sdaccel.errors import BackendError, SdaccelError, SettingError
 from sdaccel.jobs.dispatch import AHEAD, Dispatcher, Seat
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.pool import Crashed, Drawn, Gone, Progress, _gpus, crash, outcome
-from sdaccel.jobs.remote import is_address, open_shared, protocols
-from sdaccel.jobs.storage import OWN, Folder
+from sdaccel.jobs.remote import open_shared, protocols
+from sdaccel.jobs.storage import OWN, Folder, is_address
 from sdaccel.jobs.task import BatchTask, ModelFacts, Options
 
 OBJECTS = 100 << 20
@@ -511,7 +511,7 @@ class _Session:
         self.own = True
 
     def _join(self, address: str) -> None:
-        if "://" in address:
+        if is_address(address):
             raise SettingError(
                 f"ray={address!r} is not auto, local or host:port.",
                 hint="Run this on a machine of the cluster (ray start --address=HOST:PORT), with ray=auto.",

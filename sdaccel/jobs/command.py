@@ -13,6 +13,7 @@ from sdaccel.jobs.names import Pattern
 from sdaccel.jobs.reading import read_defaults, read_jobs
 from sdaccel.jobs.run import Run
 from sdaccel.jobs.sheet import SheetRow, write_sheet
+from sdaccel.jobs.storage import is_address
 from sdaccel.jobs.task import Options
 
 SHEET = "contact-sheet.html"
@@ -57,7 +58,7 @@ def draw_jobs(
         raise
 
     def write() -> None:
-        if sheet and run.images and "://" not in options.out:
+        if sheet and run.images and not is_address(options.out):
             rows = [_row(entry) for entry in run.entries(others=True)]
             folder = Path(options.out).expanduser()
             write_sheet(folder / SHEET, folder.absolute().name, rows)

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 
 from sdaccel.errors import StoreError
 from sdaccel.jobs.job import Job
-from sdaccel.jobs.storage import DiskFull
+from sdaccel.jobs.storage import MAKE_ROOM, DiskFull
 from sdaccel.jobs.task import BatchTask, ImageResult, ImageTask
 
 FILE = "journal.sqlite"
@@ -290,9 +290,7 @@ class Journal:
             yield
         except sqlite3.Error as error:
             if "full" in str(error):
-                raise DiskFull(
-                    f"the disk of {self.path} is full.", hint="Make room, then run the same command with --resume."
-                ) from None
+                raise DiskFull(f"the disk of {self.path} is full.", hint=MAKE_ROOM) from None
             raise StoreError(f"the journal {self.path} cannot be used: {error}.") from None
 
     # ---- owners

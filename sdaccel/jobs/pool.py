@@ -20,8 +20,8 @@ from sdaccel import settings
 from sdaccel.errors import BackendError, SdaccelError, SettingError, StoreError
 from sdaccel.jobs.dispatch import AHEAD, Dispatcher, Seat
 from sdaccel.jobs.job import Job
-from sdaccel.jobs.remote import is_address, open_shared
-from sdaccel.jobs.storage import Storage, open_storage
+from sdaccel.jobs.remote import open_shared
+from sdaccel.jobs.storage import Storage, is_address, open_storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
 
 if TYPE_CHECKING:

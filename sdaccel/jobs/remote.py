@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sdaccel.engine.disk import FULL
 from sdaccel.errors import ModelError, SdaccelError, SettingError, StoreError
-from sdaccel.jobs.storage import OWN, DiskFull, Folder, Storage, numbered
+from sdaccel.jobs.storage import MAKE_ROOM, OWN, DiskFull, Folder, Storage, numbered
 
 Progress = Callable[[str, float], None]
 PACKAGES = {
@@ -34,13 +35,8 @@ PACKAGES = {
 """protocol → what has to be installed for it"""
 _WHOLE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 """Where an upload becomes visible in one piece, when it is complete."""
-_TAKEN_UP = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _STAMPS = ("ETag", "etag", "md5Hash", "ContentMD5", "mtime", "LastModified", "last_modified", "updated", "created")
 """Where filesystems say which version of a file they hold."""
-
-
-def is_address(text: object) -> bool:
-    return "://" in str(text)
 
 
 def open_address(address: str) -> tuple[Any, str]:
@@ -180,10 +176,10 @@ class Remote:
 
 def _told(error: BaseException, address: str) -> StoreError:
     text = " ".join(str(error).split())[:300] or type(error).__name__
-    if isinstance(error, OSError) and error.errno in _TAKEN_UP:
+    if isinstance(error, OSError) and error.errno in FULL:
         return DiskFull(
             f"there is no room left for {address}: {text}.",
-            hint="Make room, then run the same command with --resume.",
+            hint=MAKE_ROOM,
         )
     return StoreError(f"{address} cannot be used: {type(error).__name__}: {text}.")
 

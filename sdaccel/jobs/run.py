@@ -19,7 +19,7 @@ from sdaccel.jobs.journal import Journal
 from sdaccel.jobs.names import Pattern
 from sdaccel.jobs.plan import Plan, plan
 from sdaccel.jobs.pool import Crashed, Drawn, Gone, Here, Processes, Workers, check_count
-from sdaccel.jobs.storage import OWN, open_storage
+from sdaccel.jobs.storage import OWN, is_address, open_storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ImageTask, ModelFacts, Options
 
 Progress = Callable[[str, float], None]
@@ -335,7 +335,7 @@ def _workers(wanted: Workers | int | None, options: Options, progress: Progress 
 
 def _home(options: Options) -> Path:
     """Where the journal is: in the folder of images, or in the store if they go to an address."""
-    if "://" in options.out:
+    if is_address(options.out):
         digest = hashlib.sha256(options.out.rstrip("/").encode()).hexdigest()[:32]
         return Store(options.store).root / "jobs" / digest
     return Path(options.out).expanduser() / OWN

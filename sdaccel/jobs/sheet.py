@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from sdaccel.engine import disk
 from sdaccel.errors import StoreError
 
 
@@ -33,13 +33,8 @@ class SheetRow:
 def write_sheet(path: Path, title: str, rows: Iterable[SheetRow]) -> None:
     """Writes the page, whole or not at all, over one that is there. Raises StoreError where it cannot be written."""
     data = _page(title, list(rows)).encode("utf-8", "replace")
-    temporary = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        try:
-            temporary.write_bytes(data)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        disk.overwrite(path, data)
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}.") from None
 

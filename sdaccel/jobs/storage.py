@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from sdaccel import metadata
+from sdaccel.engine.disk import FULL
 from sdaccel.errors import SettingError, StoreError
 
 OWN = ".sdaccel"
 """The folder of what a run keeps for itself: its journal, files being written."""
+MAKE_ROOM = "Make room, then run the same command with --resume."
 ABANDONED = 3600.0
 """Seconds after which a file is no longer being written."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.EINVAL)
@@ -39,9 +41,14 @@ class Storage(Protocol):
         """Of all files there."""
 
 
+def is_address(text: object) -> bool:
+    """Whether it is for fsspec: s3://, gs://, …"""
+    return "://" in str(text)
+
+
 def open_storage(out: str) -> Storage:
     """Raises StoreError, SettingError."""
-    if "://" in out:
+    if is_address(out):
         from sdaccel.jobs.remote import open_folder
 
         return open_folder(out)
@@ -132,9 +139,9 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def _told(error: OSError, path: Path) -> StoreError:
-    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+    if error.errno in FULL:
         return DiskFull(
             f"the disk of {path.parent} is full ({path.name} could not be written).",
-            hint="Make room, then run the same command with --resume.",
+            hint=MAKE_ROOM,
         )
     return StoreError(f"{path} cannot be written: {error.strerror or error}.")

@@ -87,11 +87,10 @@ def bench_batch(
                     if not result.ok:
                         raise BackendError(f"an image could not be drawn: {result.error}.")
                 loop.append(run.summary.drawn / run.summary.seconds)
-            settings = worker.prepare(options.model, []).settings
-            device = "cuda" if settings["backend"] == "cuda" else "cpu"
         finally:
             worker.close()
-    machine = {**machine_facts(default_threads(), device), **settings}
+    device = "cuda" if facts.settings["backend"] == "cuda" else "cpu"
+    machine = {**machine_facts(default_threads(), device), **facts.settings}
     total = at_once * batches
     return Throughput(machine, facts.name, width, height, steps, at_once, total, tuple(bare), tuple(loop))
 

@@ -19,11 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from sdaccel import metadata, settings
-from sdaccel.draw import Request
+from sdaccel.draw import (
+    Request,
+    at_once_by,
+    build_missing,
+    call,
+    call_arguments,
+    components_needed,
+    edits_as_told,
+    fit_pipeline,
+    new_scheduler,
+    open_pipeline,
+    parameters,
+    refusals,
+    usual_guidance,
+    with_size,
+)
 from sdaccel.errors import SdaccelError, SettingError
 from sdaccel.jobs.job import Job
-from sdaccel.jobs.remote import is_address, local_model
-from sdaccel.jobs.storage import Storage, has_key
+from sdaccel.jobs.remote import local_model
+from sdaccel.jobs.sidecar import to_sidecar
+from sdaccel.jobs.storage import Storage, has_key, is_address
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
 from sdaccel.runtime import RunReport
 
@@ -239,21 +255,16 @@ class _Drawn:
         return found
 
     def parameters(self, position: int, size: tuple[int, int]) -> str:
-        from sdaccel.draw import parameters
-
         job = self.batch.images[position].job
         request = job.request(self.model.checkpoint.native_side, self.model.guidance)
         return parameters(request, job.seed or 0, size, self.scheduler, self.model.checkpoint.name)
 
     def details(self, position: int) -> dict[str, Any]:
         """Everything about one image, as `sdaccel.jobs.reading` reads it again."""
-        from sdaccel import __version__
-
-        task = self.batch.images[position]
-        return {
-            "sdaccel": __version__,
-            "job": replace(task.job, model=task.job.model or self.model.origin).to_json(),
-            "batch": {"position": position, "jobs": [image.job.to_json() for image in self.batch.images]},
+        job = self.batch.images[position].job
+        together = tuple(image.job for image in self.batch.images)
+        told = replace(job, model=job.model or self.model.origin, batch=together, position=position)
+        return to_sidecar(told) | {
             "settings": dict(self.model.settings()),
             "model": {"name": self.model.checkpoint.name, "content": self.model.content()},
             "scheduler": self.scheduler,
@@ -266,7 +277,6 @@ class _Model:
 
     def __init__(self, named: str | None, options: Options, settle: Callable[[], None], progress: Progress | None):
         from sdaccel.backends.base import pick_backend
-        from sdaccel.draw import usual_guidance
         from sdaccel.engine.store import Store
         from sdaccel.model_choice import choose_model, open_model
 
@@ -309,15 +319,11 @@ class _Model:
         return {"backend": self.backend.name, "precision": self.backend.precisions[0]}
 
     def size(self, request: Request) -> tuple[int, int]:
-        from sdaccel.draw import with_size
-
         sized = with_size(request, self.checkpoint.native_side)
         return sized.width or 0, sized.height or 0
 
     def ready(self, request: Request) -> None:
         """Engines for this size are there, as far as they are to be built. Those that were swapped in are kept."""
-        from sdaccel.draw import build_missing, components_needed
-
         width, height = self.size(request)
         known = (width, height, _mode(request))
         if known in self._ready or self.backend is None:
@@ -343,17 +349,13 @@ class _Model:
         from sdaccel.builder import engines_here
 
         if self.backend is None:
-            return 4
-        engines = engines_here(self.checkpoint, "unet", self.backend, self.store)
-        profiles = [image for entry in engines for image in entry.engine.image_profiles]
-        return max((p.batch.max for p in profiles if width in p.width and height in p.height), default=4)
+            return at_once_by((), width, height)
+        return at_once_by(engines_here(self.checkpoint, "unet", self.backend, self.store), width, height)
 
     # ---- drawing
 
     def encoded(self, batch: BatchTask) -> _Encoded:
         import torch
-
-        from sdaccel.draw import refusals
 
         requests = [image.job.request(self.checkpoint.native_side, self.guidance) for image in batch.images]
         self.ready(requests[0])
@@ -379,11 +381,9 @@ class _Model:
     def latents(self, encoded: _Encoded) -> _Drawn:
         import torch
 
-        from sdaccel.draw import call
-
         pipe, request = encoded.pipe, encoded.request
         start = time.perf_counter()
-        pipe.scheduler = self._scheduler(request)
+        pipe.scheduler = new_scheduler(self._own_scheduler, request.scheduler)
         with self._upcasting if self._upcasts() else nullcontext():
             latents = call(pipe, request, encoded.arguments | {"output_type": "latent"}).images
         reports = [*encoded.reports, pipe.sdaccel.last_report] if self.backend is not None else encoded.reports
@@ -394,21 +394,8 @@ class _Model:
         seconds = encoded.seconds + time.perf_counter() - start
         return _Drawn(encoded.batch, self, pipe, type(pipe.scheduler).__name__, latents, event, reports, seconds)
 
-    def _scheduler(self, request: Request) -> Any:
-        import diffusers
-
-        from sdaccel.draw import SCHEDULERS
-
-        own = self._own_scheduler
-        kind = getattr(diffusers, SCHEDULERS[request.scheduler]) if request.scheduler else type(own)
-        try:
-            return kind.from_config(own.config)
-        except (ImportError, ValueError, TypeError) as error:
-            raise SettingError(f"the scheduler {request.scheduler} cannot be used: {error}") from error
-
     def _fitted(self, request: Request) -> Any:
         """The pipeline of the kind that ``request`` needs, with its engines and LoRAs."""
-        from sdaccel.draw import components_needed, fit_pipeline, open_pipeline
         from sdaccel.integrations.diffusers import accelerate
         from sdaccel.lora import applied
 
@@ -513,8 +500,6 @@ def _mode(request: Request) -> str:
 
 def _together(pipe: Any, requests: Sequence[Request]) -> dict[str, Any]:
     """The arguments of one call for all of ``requests``, which differ in prompts and images alone."""
-    from sdaccel.draw import call_arguments
-
     each = [call_arguments(pipe, request) for request in requests]
     several = ("prompt", "negative_prompt", "image", "mask_image")
     lists = {name: [one[name] for one in each] for name in several if each[0].get(name) is not None}
@@ -526,8 +511,8 @@ _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds"
 
 
 def _encodes(pipe: Any) -> bool:
-    """Whether prompts can be encoded before the call. Pipelines that edit an image as told do it their own way."""
-    return hasattr(pipe, "encode_prompt") and "Pix2Pix" not in type(pipe).__name__
+    """Whether prompts can be encoded before the call."""
+    return hasattr(pipe, "encode_prompt") and not edits_as_told(pipe)
 
 
 def _embeddings(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
