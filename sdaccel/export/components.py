@@ -11,12 +11,18 @@ vae_decoder     latents [batch, 4, height, width] -> image [batch, 3, 8 height, 
 vae_encoder     image [batch, 3, height, width] -> moments [batch, 2 * 4, height / 8, width / 8] (mean, log variance)
 text_encoder(2) input_ids [batch, tokens] -> hidden_0 (embeddings), hidden_1.. (after each layer) [batch, tokens, D],
                 last_hidden_state (hidden_L after the final LayerNorm), pooled [batch, D or projection_dim]
+controlnet      sample, timestep, encoder_hidden_states, y as the UNet's,
+                controlnet_cond [batch, 3, image_height, image_width] (RGB in 0..1, 8 pixels a latent)
+                -> down_residual_0.. and mid_residual as the UNet takes them, before any scale
+
+A pipeline's further ControlNets are its components ``controlnet_1``, ``controlnet_2``, ..: all of one kind.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +33,21 @@ from torch import nn
 from sdaccel.engine.manifest import TensorSpec
 from sdaccel.errors import ExportError
 
-COMPONENTS = ("unet", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
+COMPONENTS = ("unet", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2", "controlnet")
 _SOURCES = {"vae_decoder": "vae", "vae_encoder": "vae"}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
 
 Shape = Mapping[str, int]
 
 
+def kind_of(component: str) -> str:
+    """What ``component`` is built as: engines of ``controlnet_1`` serve as any pipeline's first ControlNet too."""
+    return "controlnet" if re.fullmatch(r"controlnet_[1-9]\d*", component) else component
+
+
 def source_of(component: str) -> str:
     """The checkpoint component that holds the weights of ``component``: both halves of the VAE live in ``vae``."""
-    if component not in COMPONENTS:
+    if kind_of(component) not in COMPONENTS:
         raise ExportError(f"there is no component {component!r}.", hint=f"Components: {', '.join(COMPONENTS)}.")
     return _SOURCES.get(component, component)
 
@@ -107,9 +118,11 @@ def component_spec(component: str, config: Mapping[str, Any]) -> ComponentSpec:
 
     Raises ExportError naming the config field that asks for something a graph of ours does not carry.
     """
-    source = source_of(component)
+    source = kind_of(source_of(component))
     if source == "unet":
         return _unet_spec(dict(config))
+    if source == "controlnet":
+        return _controlnet_spec(dict(config))
     if source == "vae":
         return _vae_spec(component, dict(config))
     return _text_spec(component, dict(config))
@@ -121,7 +134,7 @@ def architecture_fields(component: str, config: Mapping[str, Any]) -> dict[str, 
     Every field counts that the model's class takes, except those that only describe data or training. Raises
     ExportError for a config that `component_spec` refuses.
     """
-    source = source_of(component)
+    source = kind_of(source_of(component))
     component_spec(component, config)
     if source.startswith("text_encoder"):
         ignored = {"attention_dropout", "initializer_range", "initializer_factor", "pad_token_id", "bos_token_id"}
@@ -132,6 +145,10 @@ def architecture_fields(component: str, config: Mapping[str, Any]) -> dict[str, 
         # sample_size is the native side, dropout is off in eval; the rest decides layers or arithmetic.
         ignored = {"sample_size", "dropout"}
         known = _with_defaults(_unet_class(), config)
+    elif source == "controlnet":
+        # The order of channels and the pooling of the results are left to the host.
+        ignored = {"controlnet_conditioning_channel_order", "global_pool_conditions", "addition_embed_type_num_heads"}
+        known = _with_defaults(_controlnet_class(), config)
     else:
         # The numbers around the VAE (scaling, shift, statistics, upcast) are applied by the host, not in the graph.
         ignored = {"sample_size", "scaling_factor", "shift_factor", "latents_mean", "latents_std", "force_upcast"}
@@ -141,7 +158,7 @@ def architecture_fields(component: str, config: Mapping[str, Any]) -> dict[str, 
 
 # --- UNet -------------------------------------------------------------------------------------------------------------
 
-_UNET_FREE_OF = {
+_DENOISER_FREE_OF = {
     "class_embed_type": (None,),
     "num_class_embeds": (None,),
     "addition_embed_type": (None, "text_time"),
@@ -175,28 +192,7 @@ def residual_layout(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
 def _unet_spec(config: dict[str, Any]) -> ComponentSpec:
     _check_class(config, "UNet2DConditionModel")
     config = _with_defaults(_unet_class(), config)
-    for name, allowed in _UNET_FREE_OF.items():
-        if config[name] not in allowed:
-            raise _unsupported("unet", name, config[name], allowed)
-    for name, kinds in (("down_block_types", _DOWN_BLOCKS), ("up_block_types", _UP_BLOCKS)):
-        for kind in config[name]:
-            if kind not in kinds:
-                raise _unsupported("unet", name, kind, kinds)
-    text_width = config["cross_attention_dim"]
-    if not isinstance(text_width, int) and len(set(text_width)) > 1:
-        raise _unsupported("unet", "cross_attention_dim", text_width, ("one width for all blocks",))
-    text_width = text_width if isinstance(text_width, int) else text_width[0]
-
-    inputs = [
-        TensorSpec("sample", "float32", ("batch", config["in_channels"], "height", "width")),
-        TensorSpec("timestep", "float32", ("batch",)),
-        TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", text_width)),
-    ]
-    if config["addition_embed_type"] == "text_time":
-        vector = config["projection_class_embeddings_input_dim"]
-        if not vector:
-            raise _unsupported("unet", "projection_class_embeddings_input_dim", vector, ("the width of y",))
-        inputs.append(TensorSpec("y", "float32", ("batch", vector)))
+    inputs = _denoiser_inputs("unet", config)
     if config["time_cond_proj_dim"] is not None:
         shape = ("timestep_cond_batch", config["time_cond_proj_dim"])
         inputs.append(TensorSpec("timestep_cond", "float32", shape, optional=True))
@@ -210,20 +206,50 @@ def _unet_spec(config: dict[str, Any]) -> ComponentSpec:
         config=config,
         inputs=tuple(inputs),
         outputs=(TensorSpec("sample_out", "float32", ("batch", config["out_channels"], "height", "width")),),
-        axes={
-            "batch": ("sample", 0),
-            "height": ("sample", 2),
-            "width": ("sample", 3),
-            "tokens": ("encoder_hidden_states", 1),
-        },
+        axes=_DENOISER_AXES,
         example={"batch": 2, "height": 13 * coarsest + 1, "width": 11 * coarsest + 1, "tokens": 77},
-        shapes=(
-            {"batch": 1, "height": 16, "width": 8, "tokens": 77},
-            {"batch": 4, "height": 8, "width": 16, "tokens": 154},
-            {"batch": 2, "height": 13, "width": 9, "tokens": 231},
-        ),
+        shapes=_DENOISER_SHAPES,
         _build=_build_unet,
     )
+
+
+def _denoiser_inputs(component: str, config: Mapping[str, Any]) -> list[TensorSpec]:
+    """What every call of a UNet takes, and a ControlNet with it. Raises ExportError for a config of another kind."""
+    for name, allowed in _DENOISER_FREE_OF.items():
+        if name in config and config[name] not in allowed:
+            raise _unsupported(component, name, config[name], allowed)
+    for name, kinds in (("down_block_types", _DOWN_BLOCKS), ("up_block_types", _UP_BLOCKS)):
+        for kind in config.get(name, ()):
+            if kind not in kinds:
+                raise _unsupported(component, name, kind, kinds)
+    text_width = config["cross_attention_dim"]
+    if not isinstance(text_width, int) and len(set(text_width)) > 1:
+        raise _unsupported(component, "cross_attention_dim", text_width, ("one width for all blocks",))
+    text_width = text_width if isinstance(text_width, int) else text_width[0]
+    inputs = [
+        TensorSpec("sample", "float32", ("batch", config["in_channels"], "height", "width")),
+        TensorSpec("timestep", "float32", ("batch",)),
+        TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", text_width)),
+    ]
+    if config["addition_embed_type"] == "text_time":
+        vector = config["projection_class_embeddings_input_dim"]
+        if not vector:
+            raise _unsupported(component, "projection_class_embeddings_input_dim", vector, ("the width of y",))
+        inputs.append(TensorSpec("y", "float32", ("batch", vector)))
+    return inputs
+
+
+_DENOISER_AXES = {
+    "batch": ("sample", 0),
+    "height": ("sample", 2),
+    "width": ("sample", 3),
+    "tokens": ("encoder_hidden_states", 1),
+}
+_DENOISER_SHAPES = (
+    {"batch": 1, "height": 16, "width": 8, "tokens": 77},
+    {"batch": 4, "height": 8, "width": 16, "tokens": 154},
+    {"batch": 2, "height": 13, "width": 9, "tokens": 231},
+)
 
 
 class _NeverDivides:
@@ -278,6 +304,84 @@ class _UNet(nn.Module):
             mid_block_additional_residual=given["mid_residual"],
             return_dict=False,
         )
+
+
+# --- ControlNet -------------------------------------------------------------------------------------------------------
+
+
+def pixels_a_latent(config: Mapping[str, Any]) -> int:
+    """How much larger than the latent, along one side, a ControlNet takes its image."""
+    return 2 ** (len(config["conditioning_embedding_out_channels"]) - 1)
+
+
+def _controlnet_spec(config: dict[str, Any]) -> ComponentSpec:
+    _check_class(config, "ControlNetModel")
+    config = _with_defaults(_controlnet_class(), config)
+    inputs = _denoiser_inputs("controlnet", config)
+    image = ("batch", config["conditioning_channels"], "image_height", "image_width")
+    inputs.append(TensorSpec("controlnet_cond", "float32", image))
+    scale = pixels_a_latent(config)
+
+    def with_image(shape: Shape) -> dict[str, int]:
+        return {**shape, "image_height": scale * shape["height"], "image_width": scale * shape["width"]}
+
+    coarsest = 2 ** (len(config["block_out_channels"]) - 1)
+    return ComponentSpec(
+        name="controlnet",
+        source="controlnet",
+        config=config,
+        inputs=tuple(inputs),
+        outputs=tuple(
+            TensorSpec(name, "float32", ("batch", channels, *_sides(name, level)))
+            for name, channels, level in residual_layout(config)
+        ),
+        axes=_DENOISER_AXES | {"image_height": ("controlnet_cond", 2), "image_width": ("controlnet_cond", 3)},
+        example=with_image({"batch": 2, "height": 13 * coarsest + 1, "width": 11 * coarsest + 1, "tokens": 77}),
+        shapes=tuple(map(with_image, _DENOISER_SHAPES)),
+        _build=_build_controlnet,
+    )
+
+
+def _sides(name: str, level: int) -> tuple[str, str]:
+    return (f"{name}_height", f"{name}_width") if level else ("height", "width")
+
+
+def _controlnet_class() -> Any:
+    from diffusers import ControlNetModel
+
+    return ControlNetModel
+
+
+def _build_controlnet(config: Mapping[str, Any]) -> nn.Module:
+    return _ControlNet(_controlnet_class()(**config), [spec.name for spec in _controlnet_spec(dict(config)).inputs])
+
+
+class _ControlNet(nn.Module):
+    """ControlNetModel's layers (arXiv:2302.05543), with SDXL's vector as an input and the results as they come."""
+
+    def __init__(self, net: nn.Module, inputs: list[str]):
+        super().__init__()
+        self.net = net
+        self.inputs = inputs
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given, net = dict(zip(self.inputs, tensors, strict=True)), self.net
+        sample, text = given["sample"], given["encoder_hidden_states"]
+        time = net.time_embedding(net.time_proj(given["timestep"]).to(sample.dtype))
+        if "y" in given:
+            time = time + net.add_embedding(given["y"])
+        hidden = net.conv_in(sample) + net.controlnet_cond_embedding(given["controlnet_cond"])
+        skips = [hidden]
+        for block in net.down_blocks:
+            hidden, states = block(hidden, time, **_prompt(block, text))
+            skips += states
+        hidden = net.mid_block(hidden, time, **_prompt(net.mid_block, text))
+        down = (layer(skip) for layer, skip in zip(net.controlnet_down_blocks, skips, strict=True))
+        return (*down, net.controlnet_mid_block(hidden))
+
+
+def _prompt(block: nn.Module, text: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"encoder_hidden_states": text} if getattr(block, "has_cross_attention", False) else {}
 
 
 # --- VAE --------------------------------------------------------------------------------------------------------------

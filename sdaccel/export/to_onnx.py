@@ -30,7 +30,7 @@ import torch
 
 from sdaccel.engine.manifest import TensorSpec
 from sdaccel.errors import Cancelled, ExportError
-from sdaccel.export.components import ComponentSpec, architecture_fields, component_spec
+from sdaccel.export.components import ComponentSpec, architecture_fields, component_spec, kind_of
 
 if TYPE_CHECKING:
     from sdaccel.engine.store import Draft, Entry, Store
@@ -55,7 +55,7 @@ def architecture_hash(component: str, config: Mapping[str, Any]) -> str:
     import transformers
 
     identity = {
-        "component": component,
+        "component": kind_of(component),
         "config": architecture_fields(component, config),
         "format": EXPORT_FORMAT,
         "opset": OPSET,
@@ -460,7 +460,7 @@ def publish_graph(
         with draft.create(GRAPH_FILE) as file:
             file.write(model.SerializeToString(deterministic=True))
         return {
-            "component": component,
+            "component": spec.name,
             "inputs": [tensor.to_json() for tensor in spec.inputs],
             "outputs": [tensor.to_json() for tensor in spec.outputs],
             "opset": OPSET,

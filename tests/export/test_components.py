@@ -8,7 +8,7 @@ import torch
 
 import sdaccel
 from sdaccel.errors import ExportError
-from sdaccel.export.components import COMPONENTS, component_spec, residual_layout, source_of
+from sdaccel.export.components import COMPONENTS, component_spec, kind_of, residual_layout, source_of
 from sdaccel.export.to_onnx import architecture_hash
 from tests import shapes
 from tests.export import tiny
@@ -26,9 +26,33 @@ def inputs_of(component: str, config: dict) -> dict[str, tuple]:
 
 def test_both_halves_of_the_vae_share_their_weights():
     sources = [source_of(component) for component in COMPONENTS]
-    assert sources == ["unet", "vae", "vae", "text_encoder", "text_encoder_2"]
-    with pytest.raises(ExportError, match=r"no component 'controlnet'.*vae_decoder"):
-        source_of("controlnet")
+    assert sources == ["unet", "vae", "vae", "text_encoder", "text_encoder_2", "controlnet"]
+    with pytest.raises(ExportError, match=r"no component 'refiner'.*vae_decoder"):
+        source_of("refiner")
+
+
+def test_further_controlnets_have_weights_of_their_own_and_the_architecture_of_the_first():
+    assert source_of("controlnet_1") == "controlnet_1"
+    assert [kind_of(name) for name in ("controlnet", "controlnet_12", "unet")] == ["controlnet", "controlnet", "unet"]
+    assert component_spec("controlnet_1", tiny.CONTROLNET) == component_spec("controlnet", tiny.CONTROLNET)
+    assert architecture_hash("controlnet_1", tiny.CONTROLNET) == architecture_hash("controlnet", tiny.CONTROLNET)
+    for name in ("controlnet_0", "controlnet_", "controlnet_1a"):
+        with pytest.raises(ExportError, match="no component"):
+            source_of(name)
+
+
+def test_a_controlnet_gives_what_the_unet_takes():
+    for unet, controlnet in ((tiny.SD1, tiny.CONTROLNET), (tiny.SDXL, tiny.CONTROLNET_SDXL)):
+        residuals = [tensor for tensor in component_spec("unet", unet).inputs if "residual" in tensor.name]
+        assert [tensor.name for tensor in component_spec("controlnet", controlnet).outputs] == [
+            tensor.name for tensor in residuals
+        ]
+    inputs = inputs_of("controlnet", tiny.CONTROLNET_SDXL)
+    assert inputs["y"] == ("batch", 34)
+    assert inputs["controlnet_cond"] == ("batch", 3, "image_height", "image_width")
+    short = {**tiny.CONTROLNET, "conditioning_embedding_out_channels": [4, 8, 8]}
+    first = component_spec("controlnet", short).shapes[0]
+    assert (first["image_height"], first["image_width"]) == (4 * first["height"], 4 * first["width"])
 
 
 @pytest.mark.parametrize(("name", "channels"), [("sd1", 4), ("inpaint", 9), ("lcm-8-channel", 8)])
@@ -97,12 +121,15 @@ def test_text_encoders_give_every_hidden_state():
         ("unet", {"down_block_types": ["DownBlock2D", "KDownBlock2D"]}, "down_block_types is 'KDownBlock2D'"),
         ("unet", {"_class_name": "UNet3DConditionModel"}, "_class_name is 'UNet3DConditionModel'"),
         ("vae_decoder", {"_class_name": "AutoencoderTiny"}, "_class_name is 'AutoencoderTiny'"),
+        ("controlnet", {"_class_name": "ControlNetUnionModel"}, "_class_name is 'ControlNetUnionModel'"),
+        ("controlnet", {"class_embed_type": "timestep"}, "controlnet cannot.*class_embed_type is 'timestep'"),
         ("text_encoder", {"model_type": "t5"}, "model_type is 't5'"),
         ("text_encoder", {"eos_token_id": [1, 2]}, "eos_token_id"),
     ],
 )
 def test_refusals_name_the_config_field(component, change, named):
-    config = {"unet": tiny.SD1, "vae_decoder": tiny.VAE, "text_encoder": tiny.TEXT}[component]
+    config = {"unet": tiny.SD1, "vae_decoder": tiny.VAE, "text_encoder": tiny.TEXT}
+    config = {**config, "controlnet": tiny.CONTROLNET}[component]
     with pytest.raises(ExportError, match=named) as caught:
         component_spec(component, {**config, **change})
     assert caught.value.hint
@@ -117,6 +144,10 @@ def test_hash_ignores_what_leaves_the_graph_alone():
     assert architecture_hash("vae_decoder", {**tiny.VAE, "scaling_factor": 0.13025}) == architecture_hash(
         "vae_decoder", tiny.VAE
     )
+    outside = {"controlnet_conditioning_channel_order": "bgr", "global_pool_conditions": True}
+    assert architecture_hash("controlnet", {**tiny.CONTROLNET, **outside}) == architecture_hash(
+        "controlnet", tiny.CONTROLNET
+    )
     assert architecture_hash("text_encoder", {**tiny.TEXT, "torch_dtype": "float16"}) == architecture_hash(
         "text_encoder", tiny.TEXT
     )
@@ -128,6 +159,7 @@ def test_hash_tells_architectures_apart(monkeypatch):
     hashes += [architecture_hash("unet", {**tiny.SD1, **change}) for change in changed]
     hashes.append(architecture_hash("text_encoder", {**tiny.TEXT, "vocab_size": 61}))
     hashes.append(architecture_hash("text_encoder", {**tiny.TEXT, "eos_token_id": 2}))
+    hashes.append(architecture_hash("controlnet", {**tiny.CONTROLNET, "conditioning_channels": 1}))
     assert len(set(hashes)) == len(hashes)
     monkeypatch.setattr("diffusers.__version__", "99.0")
     assert architecture_hash("unet", tiny.SD1) != hashes[0]

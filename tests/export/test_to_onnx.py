@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import subprocess
@@ -87,6 +88,42 @@ def test_graph_equals_the_models_own_forward(exported):
     assert (model.run(inputs)["sample_out"] - expected).abs().max() <= EXPORT_MAX_ABS
 
 
+def controlnet(config):
+    from diffusers import ControlNetModel
+
+    given = inspect.signature(ControlNetModel.__init__).parameters
+    return ControlNetModel(**{key: value for key, value in config.items() if key in given}).eval()
+
+
+@pytest.mark.parametrize(("name", "height", "width"), [("controlnet", 8, 6), ("controlnet-sdxl", 13, 9)])
+def test_residuals_are_those_of_the_controlnets_own_forward(exported, name, height, width):
+    from safetensors.torch import load_file
+
+    model = exported(name)
+    net = controlnet(model.config)
+    net.load_state_dict(load_file(model.weights))
+    inputs = {
+        "sample": torch.randn(2, 4, height, width),
+        "timestep": torch.tensor([501.0, 501.0]),
+        "encoder_hidden_states": torch.randn(2, 154, 12),
+    }
+    added = None
+    if name == "controlnet-sdxl":
+        pooled, time_ids = torch.randn(2, 10), torch.tensor([[64.0, 48, 0, 0, 64, 48]] * 2)
+        inputs["y"] = torch.cat([pooled, net.add_time_proj(time_ids.flatten()).reshape(2, -1)], dim=-1)
+        added = {"text_embeds": pooled, "time_ids": time_ids}
+    inputs["controlnet_cond"] = torch.rand(2, 3, 8 * height, 8 * width)
+    with torch.inference_mode():
+        *given, image = (inputs[key] for key in ("sample", "timestep", "encoder_hidden_states", "controlnet_cond"))
+        down, mid = net(*given, image, added_cond_kwargs=added, return_dict=False)
+    found = model.run(inputs)
+    assert list(found) == [f"down_residual_{index}" for index in range(len(down))] + ["mid_residual"]
+    for residual, expected in zip(found.values(), [*down, mid], strict=True):
+        assert (residual - expected).abs().max() <= EXPORT_MAX_ABS
+    inputs["controlnet_cond"] = inputs["controlnet_cond"].flip(0)
+    assert (model.run(inputs)["mid_residual"] - found["mid_residual"]).abs().max() > 10 * EXPORT_MAX_ABS
+
+
 @pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
 def test_text_states_are_those_of_transformers(exported, name):
     from safetensors.torch import load_file
@@ -135,6 +172,8 @@ def test_every_weight_keeps_its_name(exported, name):
         from diffusers import UNet2DConditionModel as Model
 
         keys = Model(**{k: v for k, v in model.config.items() if not k.startswith("_")}).state_dict().keys()
+    elif model.component == "controlnet":
+        keys = controlnet(model.config).state_dict().keys()
     elif model.component.startswith("vae"):
         from diffusers import AutoencoderKL as Model
 

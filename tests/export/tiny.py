@@ -57,6 +57,11 @@ UNETS = {
     "lcm-8-channel": LCM_8_CHANNELS,
 }
 
+# The down half of a UNet, and an image eight times the latent's size.
+_CONTROL = {"_class_name": "ControlNetModel", "conditioning_embedding_out_channels": [4, 4, 8, 8]}
+CONTROLNET = {**SD1, **_CONTROL}
+CONTROLNET_SDXL = {**SDXL, **_CONTROL}
+
 VAE: dict[str, Any] = {
     "_class_name": "AutoencoderKL",
     "block_out_channels": [4, 8, 8, 8],
@@ -94,6 +99,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vae_encoder": ("vae_encoder", VAE),
     "text_encoder": ("text_encoder", TEXT),
     "text_encoder_2": ("text_encoder_2", TEXT_2),
+    "controlnet": ("controlnet", CONTROLNET),
+    "controlnet-sdxl": ("controlnet", CONTROLNET_SDXL),
 }
 
 
