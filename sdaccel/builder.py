@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import gc
+import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sdaccel.backends.base import Backend, BuildJob, LoadedEngine, pick_backend
+from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine, pick_backend
 from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
 from sdaccel.engine.store import Draft, Entry, Store
 from sdaccel.engine.weights import FILE, layout, publish_weights
-from sdaccel.errors import BackendError, ModelError, SettingError
+from sdaccel.errors import BackendError, EngineBroken, ModelError, SettingError
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile, OptimizationProfile
 
 Progress = Callable[[str, float], None]
+
+_log = logging.getLogger("sdaccel")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ def build(
 ) -> list[Entry]:
     """Builds the engines of a model that the store does not hold yet, and returns all that were asked for.
 
+    Where the store has an engine of another checkpoint that differs in its weights alone, a backend may adopt it:
+    nothing is exported, fused or measured then, and the build takes as long as the weights.
     source: a diffusers folder, a single .safetensors file, a live pipeline or an opened `Checkpoint`.
     progress: gets a stage and the fraction of the whole that is done; may raise Cancelled.
     Raises ModelError, ExportError, BackendError, StoreError, SettingError.
@@ -158,16 +164,17 @@ def _build_component(
             _part(progress, 0.65, 0.2, component),
             config.timing_cache,
         )
-        built = backend.build(job, draft.path)
+        adopted = None if config.timing_cache else _adopted(identity, backend, job, draft.path)
+        built = adopted or backend.build(job, draft.path)
         inputs, outputs = (_specs(graph.manifest[name]) for name in ("inputs", "outputs"))
         details = dict(built.details)
         if config.check:
             progress(f"{component}: comparing with torch", 0.85)
             loaded: list[LoadedEngine] = []
-            details["check"] = _check(
-                component, source.config, backend, draft, weights, inputs, COMPONENT_LIMITS[precision], loaded
-            )
-            if backend.device_type() == "cuda":
+            limit = COMPONENT_LIMITS[precision]
+            shapes = None if adopted is None else [_smallest(component, source.config)]
+            details["check"] = _check(component, source.config, backend, draft, weights, inputs, limit, loaded, shapes)
+            if backend.device_type() == "cuda" and adopted is None:
                 progress(f"{component}: measuring against torch", 0.95)
                 speed = _speed(component, source.config, weights, precision, profiles[0], loaded)
                 details.update({"speed": speed} if speed else {})
@@ -195,6 +202,29 @@ def _build_component(
     return store.publish("engines", engine_key(**identity), fill, waiting=waiting)
 
 
+def _adopted(identity: Mapping[str, Any], backend: Backend, job: BuildJob, folder: Path) -> Built | None:
+    """What ``backend`` makes of an engine of other weights that is else the same; None where it has to build."""
+    same = {name: value for name, value in identity.items() if name != "weights"}
+    for entry in job.store.find_engines(**same):
+        try:
+            job.store.verify(entry)
+            built = backend.adopt(entry, job, folder)
+        except EngineBroken as error:
+            _log.warning("not adopted, because %s", error)
+            continue
+        if built is not None:
+            facts = {name: value for name, value in entry.engine.details.items() if name != "check"}
+            return replace(built, details={**facts, **built.details, "adopted_from": entry.key})
+    return None
+
+
+def _smallest(component: str, config: Mapping[str, Any]) -> Mapping[str, int]:
+    """The least work that shows whether the weights are where the engine reads them."""
+    from sdaccel.export.components import component_spec
+
+    return min(component_spec(component, config).shapes, key=lambda shape: math.prod(shape.values()))
+
+
 _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 # Largest difference from torch in float32 that an engine may have at any value, over the largest value: in float32 the
@@ -215,6 +245,7 @@ def _check(
     inputs: tuple[TensorSpec, ...],
     limit: float,
     loaded: list[LoadedEngine],
+    shapes: Sequence[Mapping[str, int]] | None,
 ) -> dict[str, Any]:
     """The engine against torch at several shapes, before it is published. Leaves it loaded. Raises ExportError."""
     from sdaccel.export.to_onnx import check_graph
@@ -230,6 +261,7 @@ def _check(
         config,
         weights.file(FILE),
         layout(weights),
+        shapes=shapes,
         limit=limit,
         device=check_device(backend, component, weights),
     )

@@ -98,6 +98,13 @@ class Backend(ABC):
     def build(self, job: BuildJob, folder: Path) -> Built:
         """Writes the engine's files into ``folder``. Raises BackendError, or Cancelled from ``job.progress``."""
 
+    def adopt(self, engine: Entry, job: BuildJob, folder: Path) -> Built | None:
+        """Writes into ``folder`` what ``engine``, of other weights but else the same, becomes with those of ``job``.
+
+        Nothing is fused or measured. None: it has to be built. Raises EngineBroken for an engine that cannot be read.
+        """
+        return None
+
     @abstractmethod
     def load(
         self,

@@ -24,6 +24,7 @@ from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
 from sdaccel.eager import TYPES
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
+from sdaccel.engine.store import Entry
 from sdaccel.errors import BackendError, EngineBroken, OutOfMemory
 from sdaccel.profile import OptimizationProfile
 from sdaccel.resources import resource
@@ -185,6 +186,11 @@ class Cuda(Backend):
             "profiles": profiles,
         }
         return Built((), details)
+
+    def adopt(self, engine: Entry, job: BuildJob, folder: Path) -> Built | None:
+        from sdaccel.backends.cuda.adopt import adopt
+
+        return adopt(engine, job, folder)
 
     def timing_cache(self, root: Path) -> TimingCache:
         """What builds of the store at ``root`` have measured on this device, with these versions."""
