@@ -67,11 +67,24 @@ LEFT = {
         "ToTokens": 2,
         "ToImage": 1,
     },
+    # 4 resnets, 2 transformers, 1 down-sampler; 8 convolutions for the image, added once, and one for each of 5 residuals.
+    "controlnet": {
+        "GroupNorm": 2 * 4 + 2,
+        "Conv": 1 + 8 + 2 * 4 + 1 + 2 * 2 + 1 + 5,
+        "LayerNorm": 3 * 2,
+        "MultiLinear": 2 + 1 + 1,
+        "Linear": 5 * 2 + 2,
+        "Attention": 2 * 2,
+        "ToTokens": 2,
+        "ToImage": 2,
+        "TimestepEmbedding": 1,
+        "Add": 1,
+    },
     "text_encoder": {"LayerNorm": 5, "MultiLinear": 2, "Attention": 2, "Linear": 6, **_TEXT},
     "text_encoder_2": {"LayerNorm": 5, "MultiLinear": 2, "Attention": 2, "Linear": 7, **_TEXT, "Cast": 1, "Equal": 0},
 }
 # Forms that differ at the edges of the network alone: the same few operators.
-ALSO = ("unet-sd2", "unet-refiner", "unet-inpaint", "unet-lcm-8-channel")
+ALSO = ("unet-sd2", "unet-refiner", "unet-inpaint", "unet-lcm-8-channel", "controlnet-sdxl")
 UNET_OPS = set(LEFT["unet-sd1"])
 
 

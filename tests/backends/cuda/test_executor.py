@@ -25,7 +25,8 @@ from tests.exported import Exported
 from tests.tolerances import EXPORT_MAX_ABS
 
 ENTRY = "0" * 64
-NAMES = ("unet-sd1", "unet-sdxl", "unet-lcm-8-channel", "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2")
+UNETS = ("unet-sd1", "unet-sdxl", "unet-lcm-8-channel")
+NAMES = (*UNETS, "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2", "controlnet", "controlnet-sdxl")
 
 
 def plan_of(model: Exported) -> ExecutionPlan:
