@@ -88,17 +88,22 @@ def build_engines(
 
 
 def buildable_components(checkpoint: Checkpoint, wanted: Collection[str] | None = None) -> list[str]:
-    """The engine components that ``checkpoint`` has weights for. Raises ModelError for one it has not."""
-    from sdaccel.export.components import COMPONENTS, source_of
+    """The engine components that ``checkpoint`` has weights for; ``controlnet`` asks for every ControlNet.
+
+    Raises ModelError for one it has no weights for.
+    """
+    from sdaccel.export.components import COMPONENTS, kind_of, source_of
 
     for component in wanted or ():
         if source_of(component) not in checkpoint.components:
             have = ", ".join(checkpoint.components)
             raise ModelError(f"{checkpoint.name} has no weights for {component}: it has {have}.")
+    further = (name for name in checkpoint.components if kind_of(name) != name)
     return [
         component
-        for component in COMPONENTS
-        if source_of(component) in checkpoint.components and (not wanted or component in wanted)
+        for component in (*COMPONENTS, *further)
+        if source_of(component) in checkpoint.components
+        and (not wanted or component in wanted or kind_of(component) in wanted)
     ]
 
 
@@ -113,12 +118,12 @@ def engines_here(checkpoint: Checkpoint, component: str, backend: Backend, store
 
 def _identity(checkpoint: Checkpoint, component: str, backend: Backend) -> dict[str, Any]:
     """The part of an engine's identity that nobody chooses."""
-    from sdaccel.export.components import source_of
+    from sdaccel.export.components import kind_of, source_of
     from sdaccel.export.to_onnx import architecture_hash
 
     source = checkpoint.components[source_of(component)]
     return {
-        "component": component,
+        "component": kind_of(component),
         "architecture": architecture_hash(component, source.config),
         "weights": source.content_hash,
         "backend": backend.name,
@@ -323,7 +328,7 @@ def slower_than_torch(entry: Entry) -> str | None:
 def built_elsewhere(checkpoint: Checkpoint, component: str, backend: Backend, store: Store) -> str | None:
     """What the nearest engine of these weights that does not run here was built for, and what differs here."""
     here = _identity(checkpoint, component, backend)
-    others = store.find_engines(component=component, weights=here["weights"], backend=backend.name)
+    others = store.find_engines(component=here["component"], weights=here["weights"], backend=backend.name)
     if not others:
         return None
     engine = others[0].engine

@@ -127,7 +127,8 @@ class ImageProfile:
     def for_component(self, component: str, factor: int = 8) -> OptimizationProfile:
         """The profile of ``component``; ``factor`` is the VAE's scale (pixels a latent).
 
-        The UNet's batch counts guidance doubling and always admits 1 (guidance off, or one call a half).
+        The UNet's batch counts guidance doubling and always admits 1 (guidance off, or one call a half). A ControlNet's
+        profile is the UNet's, with the sides of the image that it takes in pixels.
         """
         if component == "vae_encoder":
             return OptimizationProfile.make(batch=self.batch, height=self.height, width=self.width)
@@ -138,7 +139,8 @@ class ImageProfile:
         if component == "vae_decoder":
             return OptimizationProfile.make(batch=self.batch, height=height, width=width)
         batch = Range(1, 2 * self.batch.opt, 2 * self.batch.max)
-        return OptimizationProfile.make(batch=batch, height=height, width=width, tokens=self.tokens)
+        image = {"image_height": self.height, "image_width": self.width} if component.startswith("controlnet") else {}
+        return OptimizationProfile.make(batch=batch, height=height, width=width, tokens=self.tokens, **image)
 
     def to_json(self) -> dict[str, list[int]]:
         sides = {"width": self.width, "height": self.height, "batch": self.batch, "tokens": self.tokens}
