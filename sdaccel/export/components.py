@@ -84,13 +84,9 @@ class ComponentSpec:
         """The full shape of each optional input at the axis sizes ``shape`` (their declared dimensions are free)."""
         if self.name != "unet":
             return {}
-        batch, height, width = shape["batch"], shape["height"], shape["width"]
-        shapes = {
-            name: (batch, channels, *(-(-side // 2**level) for side in (height, width)))
-            for name, channels, level in residual_layout(self.config)
-        }
+        shapes = residual_shapes(self.config, shape["batch"], shape["height"], shape["width"])
         if any(spec.name == "timestep_cond" for spec in self.inputs):
-            shapes["timestep_cond"] = (batch, self.config["time_cond_proj_dim"])
+            shapes["timestep_cond"] = (shape["batch"], self.config["time_cond_proj_dim"])
         return shapes
 
     def random_inputs(self, shape: Shape, *, seed: int = 0, optional: bool = False) -> dict[str, torch.Tensor]:
@@ -187,6 +183,14 @@ def residual_layout(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
             skips.append((width, level + 1))
     named = [(f"down_residual_{index}", width, level) for index, (width, level) in enumerate(skips)]
     return [*named, ("mid_residual", widths[-1], len(widths) - 1)]
+
+
+def residual_shapes(config: Mapping[str, Any], batch: int, height: int, width: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each ControlNet residual by input, for latents of ``height`` and ``width``."""
+    return {
+        name: (batch, channels, *(-(-side // 2**level) for side in (height, width)))
+        for name, channels, level in residual_layout(config)
+    }
 
 
 def _unet_spec(config: dict[str, Any]) -> ComponentSpec:

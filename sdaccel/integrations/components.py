@@ -10,13 +10,17 @@ import torch
 from torch import nn
 
 from sdaccel.errors import UnsupportedCall
-from sdaccel.export.components import residual_layout
+from sdaccel.export.components import kind_of, residual_layout
 from sdaccel.integrations.swap import HALF, Swap, Target, in_dtype
 from sdaccel.integrations.watch import ModuleWatch
 
 
 def swap_class(component: str) -> type[Swap]:
     """The kind of swap that stands for an engine component."""
+    if kind_of(component) == "controlnet":
+        from sdaccel.integrations.controlnet import ControlNetSwap
+
+        return ControlNetSwap
     found: dict[str, type[Swap]] = {"unet": UNetSwap, "vae_decoder": DecoderSwap, "vae_encoder": EncoderSwap}
     return found.get(component, TextSwap)
 
@@ -52,15 +56,14 @@ class UNetSwap(Swap):
             "encoder_attention_mask": encoder_attention_mask,
             **unknown,
         }
-        # Without adapters the LoRA scale changes nothing.
         refused.update({k: v for k, v in (cross_attention_kwargs or {}).items() if k != "scale"})
         for name, value in refused.items():
             if value is not None:
                 raise UnsupportedCall(f"the UNet was called with {name}, which engines do not take.")
-        _need_tensors(sample=sample, encoder_hidden_states=encoder_hidden_states)
+        need_tensors(sample=sample, encoder_hidden_states=encoder_hidden_states)
         inputs = {
             "sample": sample,
-            "timestep": _timesteps(timestep, sample),
+            "timestep": timesteps(timestep, sample),
             "encoder_hidden_states": encoder_hidden_states,
         }
         if self._text_time or added_cond_kwargs:
@@ -69,6 +72,9 @@ class UNetSwap(Swap):
             inputs["timestep_cond"] = timestep_cond
         if down_block_additional_residuals is not None or mid_block_additional_residual is not None:
             inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
+        scale = (cross_attention_kwargs or {}).get("scale")
+        if scale is not None and scale != 1:
+            target = target._replace(patches=self.watch.patches(float(scale)))
         out = target.run(inputs)["sample_out"]
         if out.dtype is not sample.dtype or out.device != sample.device:
             out = out.to(sample.device, sample.dtype)
@@ -88,19 +94,23 @@ class UNetSwap(Swap):
         return {"mid_residual": mid} | {f"down_residual_{index}": residual for index, residual in enumerate(down)}
 
     def _vector(self, added: Mapping[str, Any]) -> torch.Tensor:
-        """SDXL's vector: pooled text, then Fourier features of the time ids, as the UNet's own forward joins them."""
-        known = {"text_embeds", "time_ids"} if self._text_time else set()
         for name in added:
-            if name not in known:
+            if not self._text_time or name not in ("text_embeds", "time_ids"):
                 raise UnsupportedCall(f"the UNet was called with {name} (IP-Adapter), which engines do not take.")
-        if set(added) != known:
-            raise UnsupportedCall("the UNet needs text_embeds and time_ids.")
-        text, ids = added["text_embeds"], added["time_ids"]
-        features = self.module.add_time_proj(ids.flatten()).reshape(text.shape[0], -1)  # type: ignore[operator]
-        return torch.cat([text.float(), features.float()], dim=-1)
+        return added_vector(self.module, **added)
 
 
-def _timesteps(timestep: torch.Tensor | float | int, sample: torch.Tensor) -> torch.Tensor:
+def added_vector(
+    module: nn.Module, text_embeds: torch.Tensor | None = None, time_ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """SDXL's vector: pooled text, then Fourier features of the time ids, as the UNet's own forward joins them."""
+    if text_embeds is None or time_ids is None:
+        raise UnsupportedCall("SDXL's networks need text_embeds and time_ids.")
+    features = module.add_time_proj(time_ids.flatten()).reshape(len(text_embeds), -1)  # type: ignore[operator]
+    return torch.cat([text_embeds.float(), features.float()], dim=-1)
+
+
+def timesteps(timestep: torch.Tensor | float | int, sample: torch.Tensor) -> torch.Tensor:
     """float32, one for each of ``sample``."""
     number = isinstance(timestep, (int, float)) or (
         isinstance(timestep, torch.Tensor) and timestep.is_cpu and not timestep.dim()
@@ -139,7 +149,7 @@ class TextSwap(Swap):
         maps = getattr(config, "output_attentions", False) if output_attentions is None else output_attentions
         if input_ids is None or maps:
             raise UnsupportedCall("engines of text encoders take token ids and give no attention maps.")
-        _need_tensors(input_ids=input_ids)
+        need_tensors(input_ids=input_ids)
         hidden_wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         names = ["last_hidden_state", "pooled"]
         if hidden_wanted:
@@ -173,7 +183,7 @@ class _VaeSwap(Swap):
 
     def _through_engine(self, target: Target, tensor: torch.Tensor, output: str) -> torch.Tensor:
         vae: Any = self.module
-        _need_tensors(**{self.input: tensor})
+        need_tensors(**{self.input: tensor})
         limit = vae.tile_latent_min_size if self.component == "vae_decoder" else vae.tile_sample_min_size
         if vae.use_tiling and max(tensor.shape[-2:]) > limit:
             raise UnsupportedCall("VAE tiling is on, which engines do not do (pipe.vae.disable_tiling()).")
@@ -225,7 +235,7 @@ class EncoderSwap(_VaeSwap):
         return (posterior,) if isinstance(result, tuple) else AutoencoderKLOutput(latent_dist=posterior)
 
 
-def _need_tensors(**values: Any) -> None:
+def need_tensors(**values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):
             raise UnsupportedCall(f"{name} is a {type(value).__name__}; engines take tensors.")

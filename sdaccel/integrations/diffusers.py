@@ -33,12 +33,12 @@ from sdaccel.builder import (
 )
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, SettingError
-from sdaccel.export.components import source_of
+from sdaccel.export.components import kind_of, source_of
 from sdaccel.integrations.components import swap_class
 from sdaccel.integrations.late_checks import LateChecks, random_state
 from sdaccel.integrations.swap import Swap, find_swap, running, swaps_of
 from sdaccel.integrations.watch import ModuleWatch
-from sdaccel.models.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
+from sdaccel.models.checkpoint import COMPONENTS, Checkpoint, controlnets, open_checkpoint
 from sdaccel.profile import ImageProfile
 from sdaccel.progress import terminal_progress
 from sdaccel.runtime import ExecutionContext, RunReport
@@ -57,16 +57,19 @@ def accelerate(
     precision: str | None = None,
     fallback: bool = True,
     progress: Callable[[str, float], None] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Any:
     """Swaps engines into a Stable Diffusion pipeline of diffusers, in place, and returns it.
 
     store: where engines are kept (default: SDACCEL_STORE, else the user's data folder).
-    components: of unet, vae_decoder, vae_encoder, text_encoder, text_encoder_2; default: all that the pipeline has.
+    components: of unet, vae_decoder, vae_encoder, text_encoder, text_encoder_2, controlnet (all of them, or each by the
+    name of its folder: controlnet_1, ..); default: all that the pipeline has.
     profiles: shapes to be covered; default: whatever engines there are, or the model's native range if none.
     build: "if-missing" builds what the store lacks, "never" runs in torch what has no engine.
     precision: of the engines: fp16, bf16 or fp32, as the backend has them; default: bf16 for a pipeline in bfloat16,
     else the backend's first.
     fallback: False raises instead of running a call in torch.
+    checkpoint: the one that the pipeline's weights are of, as they are, if it is at hand: they are not hashed again.
 
     One call of the pipeline runs at a time: a lock serialises threads, since pipelines and schedulers hold state.
     ``pipe.sdaccel.last_report`` is the `RunReport` of this thread's last call. Raises SettingError, ModelError,
@@ -76,7 +79,7 @@ def accelerate(
         raise SettingError(f"build={build!r} is not one of {', '.join(BUILD)}.")
     place = store if isinstance(store, Store) else Store(store)
     chosen_backend = pick_backend(backend, _device_of(pipe))
-    checkpoint = open_checkpoint(pipe)
+    checkpoint = checkpoint or open_checkpoint(pipe)
     wanted = buildable_components(checkpoint, components)
     precision = precision or _precision_like(pipe, chosen_backend)
     config = BuilderConfig(tuple(wanted), tuple(profiles or ()), precision, chosen_backend.name)
@@ -103,13 +106,18 @@ def restore(pipe: Any) -> Any:
 
 def _left_out(pipe: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Parts of the pipeline that no engine can stand for, and why."""
-    parts = [name for name in COMPONENTS if getattr(pipe, name, None) is not None]
-    notes = {name: note for note in checkpoint.notes for name in parts if note.startswith(name)}
+    parts = {name: getattr(pipe, name, None) for name in COMPONENTS} | controlnets(pipe)
+    notes = {name: note for note in checkpoint.notes for name in parts if note.startswith(f"{name} ")}
     return {
-        name: notes.get(name, f"no engine can be built of a {type(getattr(pipe, name)).__name__}")
-        for name in parts
-        if name not in checkpoint.components
+        name: notes.get(name, f"no engine can be built of a {type(module).__name__}")
+        for name, module in parts.items()
+        if module is not None and name not in checkpoint.components
     }
+
+
+def _module_of(pipe: Any, source: str) -> Any:
+    """The module of a pipeline that holds the weights of the checkpoint component ``source``."""
+    return controlnets(pipe).get(source) if source.startswith("controlnet") else getattr(pipe, source, None)
 
 
 def _device_of(pipe: Any) -> str | None:
@@ -188,6 +196,7 @@ class Accelerated:
         self.careful = False
         self.notes = list(notes)
         self.left_out = dict(left_out or {})
+        self._controlnets = controlnets(pipe).keys()
         self.checks = LateChecks()
         self.exact: frozenset[str] = frozenset()
         self.upcast = False
@@ -203,7 +212,7 @@ class Accelerated:
         return getattr(self._reports, "last", self._latest)
 
     def swap(self, component: str, context: ExecutionContext) -> None:
-        module = getattr(self.pipe, source_of(component))
+        module = _module_of(self.pipe, source_of(component))
         kind = swap_class(component)
         swap = find_swap(module, kind.method)
         if swap is None:
@@ -328,10 +337,12 @@ class Accelerated:
         """Reports swaps that other code took out, so that their engines were never asked."""
         for component, swap in self.swaps.items():
             source = source_of(component)
-            if getattr(self.pipe, source, None) is not swap.module:
-                report.fell_back(component, f"pipe.{source} was replaced after accelerate()")
+            if _module_of(self.pipe, source) is not swap.module:
+                report.fell_back(component, f"pipe.{kind_of(source)} was replaced after accelerate()")
             elif component not in report.components and not swap.in_place():
                 report.fell_back(component, f"{source}.{swap.method} was replaced after accelerate()")
+        for component in controlnets(self.pipe).keys() - self._controlnets:
+            report.fell_back(component, "it was added to pipe.controlnet after accelerate()")
 
 
 class _Part:

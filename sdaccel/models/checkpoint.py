@@ -38,6 +38,7 @@ class Checkpoint:
     """"folder", "file" or "pipeline"."""
     family: Family
     components: dict[str, Component]
+    """By name; of a live pipeline its ControlNets too: controlnet, controlnet_1, …"""
     scheduler: dict[str, Any]
     """The scheduler's config, with prediction_type."""
     native_side: int
@@ -349,6 +350,16 @@ def _open_pipeline(pipe: Any, prediction_type: str | None) -> Checkpoint:
         components[name] = _component(name, config, found, notes, ignored, f"{host}.{name}")
     if "unet" not in configs:
         raise ModelError(f"the {host} has no UNet.", hint=EXPECTED)
+    for name, module in controlnets(pipe).items():
+        inner = _unwrapped(module)
+        kind = _class_of(inner)
+        if kind != "ControlNetModel":
+            notes.append(f"{name} is a {kind}: it stays in torch.")
+            continue
+        found = {key: tensor_ref(key, value) for key, value in unwrapped_state_dict(module, ignored, name).items()}
+        tensors, _ = _unchecked(found, f"{host}.{name}")
+        _refuse_offloaded(tensors, f"{host}.{name}")
+        components[name] = Component("controlnet", _module_config(inner, kind), tensors)
     family = detect_family(configs["unet"], {name for name in configs if name.startswith("text")})
     scheduler = _plain(dict(pipe.scheduler.config))
     if prediction_type is not None:
@@ -360,13 +371,30 @@ def _open_pipeline(pipe: Any, prediction_type: str | None) -> Checkpoint:
     )
 
 
+def controlnets(pipe: Any) -> dict[str, Any]:
+    """The ControlNets of a pipeline, each once, by the names that diffusers saves them under."""
+    whole = getattr(pipe, "controlnet", None)
+    if whole is None:
+        return {}
+    inside = getattr(_unwrapped(whole), "nets", None)
+    nets = list(inside) if isinstance(inside, torch.nn.ModuleList) else [whole]
+    named = {id(net): (f"controlnet_{index}" if index else "controlnet") for index, net in reversed([*enumerate(nets)])}
+    return {named[id(net)]: net for net in nets}
+
+
 def _unwrapped(module: Any) -> Any:
     """The model inside torch.compile's and PEFT's wrappers."""
     module = getattr(module, "_orig_mod", module)
     return module.get_base_model() if hasattr(module, "get_base_model") and hasattr(module, "peft_config") else module
 
 
-_SUPPORTED = ("UNet2DConditionModel", "AutoencoderKL", "CLIPTextModel", "CLIPTextModelWithProjection")
+_SUPPORTED = (
+    "UNet2DConditionModel",
+    "AutoencoderKL",
+    "CLIPTextModel",
+    "CLIPTextModelWithProjection",
+    "ControlNetModel",
+)
 
 
 def _class_of(module: Any) -> str:
@@ -430,14 +458,18 @@ def _component(
     except ldm.Unmodelled as reason:
         tensors, rest = _unchecked(refs, where)
         notes.append(f"{name}: names and shapes of its weights are not checked: {reason}")
+    _refuse_offloaded(tensors, where)
+    ignored += [f"{name}/{renamed[new]}" for new in rest]
+    return Component(name, config, tensors)
+
+
+def _refuse_offloaded(tensors: Mapping[str, TensorRef], where: str) -> None:
     offloaded = [ref.name for ref in tensors.values() if isinstance(ref.source, torch.Tensor) and ref.source.is_meta]
     if offloaded:
         raise ModelError(
             f"{where}: {len(offloaded)} weights are on the meta device (offloaded), {offloaded[0]} is one.",
             hint="Call pipe.remove_all_hooks() and pipe.to('cpu') first.",
         )
-    ignored += [f"{name}/{renamed[new]}" for new in rest]
-    return Component(name, config, tensors)
 
 
 def _unchecked(refs: Mapping[str, TensorRef], where: str) -> tuple[dict[str, TensorRef], list[str]]:
