@@ -184,7 +184,7 @@ def test_another_size_of_a_known_architecture_exports_nothing(cli, tiny_store, o
         (["--res", "100"], "width 100 cannot be built: sides are multiples of 8 from 64 to 8192. Try 96."),
         (["--res", "axb"], "cannot be read"),
         (["--batch", "4-1"], "min <= opt <= max"),
-        (["--component", "controlnet"], "there is no component 'controlnet'"),
+        (["--component", "controlnet"], "has no weights for controlnet"),
         (["--component", "text_encoder_2"], "has no weights for text_encoder_2"),
         (["--precision", "int3"], "does not build int3. It builds fp32"),
         (["--backend", "tensorflow"], "there is no backend 'tensorflow'"),
