@@ -349,7 +349,7 @@ def generate(
     mask: Annotated[Path | None, typer.Option("--mask", metavar="FILE", help="White where to draw anew.")] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option("--lora", metavar="FILE[:STRENGTH]", help="May be repeated. What they change runs in torch."),
+        typer.Option("--lora", metavar="FILE[:STRENGTH]", help="A LoRA or one of its relatives. May be repeated."),
     ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="{seed} and {index} in it are filled in.")
@@ -376,8 +376,7 @@ def generate(
     from sdaccel.lora import chosen
     from sdaccel.progress import terminal_progress
 
-    if build not in ("never", "if-missing"):
-        raise SettingError(f"--build {build} is neither never nor if-missing.")
+    images.check_build(build)
     if no_engine and no_fallback:
         raise SettingError("--no-engine and --no-fallback exclude each other.")
     sides = _one_size(res, width, height)
@@ -424,7 +423,7 @@ def generate(
             }
         )
     else:
-        console.print_lines(["in plain torch, as asked"] if no_engine else images.report_lines(result))
+        console.print_lines(["in plain torch, as asked"] * no_engine + images.report_lines(result))
         print(f"{len(result.images)} image{'s' * (count > 1)} in {result.seconds:.2f} s")
         for drawn in result.images:
             if drawn.path is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdaccel import metadata
 from sdaccel.errors import ModelError, SettingError, StoreError
-from sdaccel.lora import Lora, applied
+from sdaccel.lora import LiveWeights, Lora, applied
 from sdaccel.profile import ImageProfile, Range
 
 if TYPE_CHECKING:
@@ -124,10 +124,19 @@ class Result:
 def open_pipeline(
     checkpoint: Any, request: Request, tokenizer: Path | None = None, backend: Backend | None = None
 ) -> Any:
-    """The checkpoint's pipeline in torch, of the kind that ``request`` needs (from text, from an image, inpainting).
+    """`open_on_host`, taken to where ``backend`` runs; without one, to the GPU where there is one."""
+    from sdaccel.model_cache import HostWeights
 
-    It is where ``backend`` runs, and computes in what its engines compute in; without one, on the GPU where there is
-    one, in float32. tokenizer: see `sdaccel.models.pipeline.load_pipeline`.
+    return HostWeights(open_on_host(checkpoint, request, tokenizer, backend)).move(device_for(backend))
+
+
+def open_on_host(
+    checkpoint: Any, request: Request, tokenizer: Path | None = None, backend: Backend | None = None
+) -> Any:
+    """The checkpoint's pipeline in torch on the CPU, of the kind that ``request`` needs (from text, from an image,
+    inpainting), in what the engines of ``backend`` compute in; without one in float32.
+
+    tokenizer: see `sdaccel.models.pipeline.load_pipeline`.
     """
     import torch
     from diffusers.utils import logging as diffusers_logging
@@ -136,8 +145,16 @@ def open_pipeline(
 
     diffusers_logging.disable_progress_bar()
     dtype = torch.float16 if backend is not None and backend.precisions[0] == "fp16" else torch.float32
-    device = backend.device_type() if backend is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return fit_pipeline(load_pipeline(checkpoint, dtype=dtype, tokenizer=tokenizer), request).to(device)
+    return fit_pipeline(load_pipeline(checkpoint, dtype=dtype, tokenizer=tokenizer), request)
+
+
+def device_for(backend: Backend | None) -> str:
+    """ "cpu" or "cuda"."""
+    import torch
+
+    if backend is not None:
+        return backend.device_type()
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def fit_pipeline(pipe: Any, request: Request) -> Any:
@@ -193,7 +210,8 @@ def open_accelerated(
     if build == "if-missing":
         build_missing(checkpoint, components, store, backend, width, height, progress=progress)
     pipe = open_pipeline(checkpoint, request, tokenizer, pick_backend(backend))
-    accelerate(pipe, store=store, backend=backend, components=components, build="never", fallback=fallback)
+    how = {"store": store, "backend": backend, "build": "never", "fallback": fallback}
+    accelerate(pipe, components=components, checkpoint=checkpoint, **how)
     return pipe, largest_batch(pipe.sdaccel, width, height)
 
 
@@ -312,12 +330,13 @@ def draw(
     on_step: gets the latents, (images, channels, height, width), after each step.
     Raises SettingError with the host's own words for what it refuses, such as a side that is no multiple of 8.
     """
-    with applied(pipe, request.loras):
-        return _draw(pipe, request, at_once, model, progress, on_step)
+    with applied(pipe, request.loras) as weights:
+        return _draw(pipe, weights, request, at_once, model, progress, on_step)
 
 
 def _draw(
     pipe: Any,
+    weights: LiveWeights,
     request: Request,
     at_once: int,
     model: str,
@@ -339,6 +358,9 @@ def _draw(
         arguments = call_arguments(pipe, request) | {"generator": generators, "num_images_per_prompt": len(seeds)}
         images = call(pipe, request, arguments | {"callback_on_step_end": callback}).images
         report = pipe.sdaccel.last_report if hasattr(pipe, "sdaccel") else RunReport()
+        weights.tell(report)
+        for note in cut_off(pipe, request):
+            report.note(note)
         result.reports.append(report)
         for offset, (image, seed) in enumerate(zip(images, seeds, strict=True)):
             text = parameters(request, seed, image.size, type(pipe.scheduler).__name__, model)
@@ -397,6 +419,20 @@ def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
         mask = _open_image(request.mask).convert("L")
         arguments |= {"mask_image": mask.resize(wanted), "width": wanted[0], "height": wanted[1]}
     return arguments
+
+
+def cut_off(pipe: Any, request: Request) -> list[str]:
+    """What to tell of prompts that are longer than CLIP reads."""
+    tokenizer = getattr(pipe, "tokenizer", None) or getattr(pipe, "tokenizer_2", None)
+    if tokenizer is None:
+        return []
+    most, notes = tokenizer.model_max_length, []
+    for what, text in (("prompt", request.prompt), ("negative prompt", request.negative)):
+        ids = tokenizer(text, truncation=False, verbose=False).input_ids
+        if len(ids) > most:
+            lost = tokenizer.decode(ids[most - 1 : -1])[:60]
+            notes.append(f"the {what} has {len(ids) - 2} tokens, of which {most - 2} are read: not drawn is {lost!r}")
+    return notes
 
 
 def _open_image(path: Path) -> Any:
@@ -499,8 +535,10 @@ def write_new(path: Path, data: bytes, *, force: bool = False) -> None:
 def report_lines(result: Result) -> list[str]:
     """What ran, in plain words: engines, what ran in torch and why, notes."""
     calls: dict[str, list[float]] = {}
+    adapters: dict[str, dict[str, None]] = {}
     for report in result.reports:
         for name, run in report.components.items():
+            adapters.setdefault(name, {}).update(dict.fromkeys(run.adapters))
             row = calls.setdefault(name, [0, 0.0, 0, 0.0])
             for at, value in enumerate((run.calls, run.milliseconds, run.torch_calls, run.torch_milliseconds)):
                 row[at] += value
@@ -508,6 +546,7 @@ def report_lines(result: Result) -> list[str]:
     for name, (engine, engine_ms, torch_calls, torch_ms) in calls.items():
         parts = [f"engine, {_calls(engine)}, {engine_ms / 1e3:.2f} s"] if engine else []
         parts += [f"torch, {_calls(torch_calls)}, {torch_ms / 1e3:.2f} s"] if torch_calls else []
+        parts += [f"with {', '.join(adapters[name])}"] if adapters[name] else []
         lines.append(f"{name}: {'; '.join(parts)}")
     reasons: dict[tuple[str, str], int] = {}
     for fallback in result.fallbacks:

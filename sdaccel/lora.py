@@ -1,19 +1,29 @@
-"""LoRA files in a diffusers pipeline while it draws. Engines do not hold them: what they change runs in torch."""
+"""LoRA files written into the weights of a diffusers pipeline, where engines follow them, and taken out again."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from sdaccel.errors import ModelError, SettingError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from sdaccel.adapters import Adapter, Fit, Fitted
+    from sdaccel.runtime import RunReport
+
 MOST = 10.0
+MODULES = ("unet", "text_encoder", "text_encoder_2", "vae")
+NAMED = 3
+"""Of the keys without a use, so many are named in a note."""
 
 
 @dataclass(frozen=True)
@@ -58,35 +68,219 @@ def chosen(texts: Iterable[str]) -> tuple[Lora, ...]:
     return found
 
 
+Key = tuple[str, str]
+"""Module of the pipeline, and the weight's name in its state_dict."""
+
+
+class _Change(NamedTuple):
+    lora: Lora
+    fit: Fit
+
+
+class _Changed(NamedTuple):
+    """A weight that is not its base now."""
+
+    parameter: Parameter
+    base: Tensor
+    changes: tuple[_Change, ...]
+
+
+class LiveWeights:
+    """The weights of a pipeline's modules with LoRAs in them, and the base weights to go back to.
+
+    A changed weight is W + Σ scale·ΔW, computed in float32 from its base on its own device. On a GPU it is written over
+    the base, in memory that engines share; the base is copied first: within the GPU where such copies take at most a
+    quarter of its free memory (the next set then moves nothing), else to the CPU. On a CPU the two tensors change
+    places, so that nothing is copied and mapped files stay unwritten. Other programs' adapters must be out of the
+    pipeline. For one thread at a time, while none draws.
+    """
+
+    def __init__(self, pipe: Any):
+        self._pipe = pipe
+        self._changed: dict[Key, _Changed] = {}
+        self._fitted: WeakKeyDictionary[Adapter, Fitted] = WeakKeyDictionary()
+        self.loras: tuple[Lora, ...] = ()
+        """What is in the weights now."""
+        self.adapters: dict[str, tuple[str, ...]] = {}
+        """Module of the pipeline → what changes it, as ``name:scale``."""
+        self.notes: tuple[str, ...] = ()
+        """What of their files is not used, and why."""
+
+    def set(self, loras: Sequence[Lora]) -> None:
+        """Makes every weight its base and all of ``loras``; without any, its base, bit for bit.
+
+        Only weights whose LoRAs differ from those of the last call are computed. Raises SettingError for a file that is
+        not there, ModelError for one that cannot be used: weights are then what they were, or their base where a file
+        turns out to be broken while it is read.
+        """
+        parameters = self._parameters() if loras else {}
+        wanted, notes = self._plan(loras, parameters)
+        self.loras, self.adapters, self.notes = (), {}, ()
+        try:
+            self._write(wanted, parameters)
+        except BaseException:
+            self._write({}, {})
+            raise
+        names: dict[str, dict[str, None]] = {}
+        for (component, _), changes in wanted.items():
+            names.setdefault(component, {}).update(dict.fromkeys(f"{lora.name}:{lora.scale:g}" for lora, _ in changes))
+        self.loras, self.notes = tuple(loras), tuple(notes)
+        self.adapters = {component: tuple(found) for component, found in names.items()}
+
+    def tell(self, report: RunReport) -> None:
+        """Names in ``report`` what ran with which LoRAs, and what of their files is not used."""
+        for component, run in report.components.items():
+            source = "vae" if component.startswith("vae_") else component
+            run.adapters = sorted({*run.adapters, *self.adapters.get(source, ())})
+        for note in self.notes:
+            report.note(note)
+
+    def _parameters(self) -> dict[Key, Parameter]:
+        found: dict[Key, Parameter] = {}
+        for component in MODULES:
+            module = getattr(self._pipe, component, None)
+            for name, parameter in module.named_parameters(remove_duplicate=False) if module is not None else ():
+                own = ".".join(part for part in name.split(".") if part not in ("base_layer", "_orig_mod"))
+                found[component, own] = parameter
+        return found
+
+    def _plan(
+        self, loras: Sequence[Lora], parameters: Mapping[Key, Parameter]
+    ) -> tuple[dict[Key, tuple[_Change, ...]], list[str]]:
+        """What each weight is to hold, and notes on what is not used."""
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for (component, name), parameter in parameters.items():
+            shapes.setdefault(component, {})[name] = tuple(parameter.shape)
+        wanted: dict[Key, tuple[_Change, ...]] = {}
+        notes = []
+        for lora in loras:
+            lora.check()
+            adapter = _open(lora.path)
+            made_for = f"It looks like one for {adapter.family.label}." if adapter.family else None
+            if adapter not in self._fitted:
+                with _naming(lora, made_for):
+                    self._fitted[adapter] = adapter.fit(shapes)
+            fitted = self._fitted[adapter]
+            unused = _unused(adapter, fitted)
+            if not fitted.fits:
+                raise ModelError(f"{lora.path} changes nothing of this model: {unused}.", hint=made_for)
+            if unused:
+                notes.append(f"{lora.path.name}: not used: {unused}")
+            for fit in fitted.fits:
+                key = fit.component, fit.name
+                if parameters[key].is_meta:
+                    raise ModelError(f"{fit.component}.{fit.name} is not in memory (offloaded): no LoRA can change it.")
+                wanted[key] = (*wanted.get(key, ()), _Change(lora, fit))
+        return wanted, notes
+
+    def _write(self, wanted: Mapping[Key, tuple[_Change, ...]], parameters: Mapping[Key, Parameter]) -> None:
+        import torch
+
+        with torch.inference_mode(False), torch.no_grad():
+            spare = _fits_beside([parameters[key] for key in wanted if key not in self._changed])
+            for key in {**self._changed, **wanted}:
+                before, changes = self._changed.get(key), wanted.get(key, ())
+                if before is None:
+                    parameter = parameters[key]
+                    base = _base(parameter, spare)
+                elif before.changes == changes:
+                    continue
+                else:
+                    parameter, base = before.parameter, before.base
+                value = _effective(base.to(parameter.device), changes)
+                self._changed[key] = _Changed(parameter, base, changes)
+                _put(parameter, value)
+                if not changes:
+                    del self._changed[key]
+
+
 @contextmanager
-def applied(pipe: Any, loras: Sequence[Lora]) -> Iterator[None]:
-    """``pipe``, which has no adapters, draws with ``loras`` and has none again afterwards.
+def applied(pipe: Any, loras: Sequence[Lora]) -> Iterator[LiveWeights]:
+    """``pipe`` has ``loras`` in its weights, and its base weights again afterwards; see `LiveWeights`.
 
     Raises SettingError, ModelError.
     """
-    if not loras:
-        yield
-        return
-    if importlib.util.find_spec("peft") is None:
-        raise SettingError("LoRAs need the package peft.", hint='Run: python -m pip install "peft>=0.17"')
-    for lora in loras:
-        lora.check()
-    names = [f"{index}_{re.sub(r'[^0-9A-Za-z_-]', '_', lora.name)}" for index, lora in enumerate(loras, 1)]
+    weights = LiveWeights(pipe)
+    weights.set(loras)
     try:
-        for lora, name in zip(loras, names, strict=True):
-            _load(pipe, lora, name)
-        pipe.set_adapters(names, [lora.scale for lora in loras])
-        yield
+        yield weights
     finally:
-        pipe.unload_lora_weights()
+        weights.set(())
 
 
-def _load(pipe: Any, lora: Lora, name: str) -> None:
-    place = {"weight_name": lora.path.name, "adapter_name": name, "local_files_only": True}
+# ---- files
+
+
+def _open(path: Path) -> Adapter:
     try:
-        pipe.load_lora_weights(str(lora.path.absolute().parent), **place)
-    except (ValueError, KeyError, RuntimeError, AttributeError, OSError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300].removesuffix(".")
-        raise ModelError(f"{lora.path} cannot be used with this model: {reason or type(error).__name__}.") from error
-    if name not in {each for names in pipe.get_list_adapters().values() for each in names}:
-        raise ModelError(f"{lora.path} changes nothing of this model: none of its weights belongs to it.")
+        found = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror or error}).") from None
+    return _opened(path.absolute(), found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _opened(path: Path, size: int, changed: int) -> Adapter:
+    """Its layers' weights are mapped when they are needed."""
+    from sdaccel.adapters import read_adapter
+
+    return read_adapter(path)
+
+
+@contextmanager
+def _naming(lora: Lora, hint: str | None = None) -> Iterator[None]:
+    """Errors name the file."""
+    try:
+        yield
+    except ModelError as error:
+        named = lora.path.name in str(error)
+        raise ModelError(str(error) if named else f"{lora.path}: {error}", hint=hint) from error
+
+
+def _unused(adapter: Adapter, fitted: Fitted) -> str:
+    """Keys of the file that change nothing, with reasons; empty where all do."""
+    rest = [f"{name} ({reason})" for name, reason in {**adapter.refused, **fitted.unused}.items()]
+    named = [text if text.isprintable() else ascii(text)[1:-1] for text in rest[:NAMED]]
+    more = [f"{len(rest) - NAMED} more, which sdaccel lora inspect names"] if len(rest) > NAMED else []
+    return "; ".join(named + more)
+
+
+# ---- weights
+
+
+def _effective(base: Tensor, changes: Sequence[_Change]) -> Tensor:
+    """W + Σ scale·ΔW, in the type of ``base``; ``base`` itself without changes."""
+    if not changes:
+        return base
+    value = base.float()
+    for lora, (_, _, layer, bias) in changes:
+        with _naming(lora):
+            delta = layer.delta_bias if bias else layer.delta
+            value = value + delta(base, lora.scale)
+    return value.to(base.dtype)
+
+
+def _fits_beside(parameters: Sequence[Parameter]) -> bool:
+    """Whether copies of these take at most a quarter of their GPU's free memory."""
+    import torch
+
+    on_gpu = [parameter for parameter in parameters if parameter.is_cuda]
+    nbytes = sum(parameter.nbytes for parameter in on_gpu)
+    return not on_gpu or 4 * nbytes <= torch.cuda.mem_get_info(on_gpu[0].device)[0]
+
+
+def _base(parameter: Parameter, spare: bool) -> Tensor:
+    """What it holds, to be kept."""
+    if parameter.device.type == "cpu":
+        return parameter.data
+    return parameter.detach().clone() if spare else parameter.detach().to("cpu")
+
+
+def _put(parameter: Parameter, value: Tensor) -> None:
+    import torch
+
+    if parameter.device.type == value.device.type == "cpu":
+        parameter.data = value.to(parameter.dtype)
+        return
+    with torch.inference_mode(parameter.is_inference()):
+        parameter.copy_(value)

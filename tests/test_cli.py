@@ -499,7 +499,7 @@ def test_an_image_that_is_no_good_is_not_saved(cli, tiny_store, tmp_path, monkey
         (["--image", "none.png"], "none.png cannot be read"),
         (["-o", "x.gif"], ".gif is none that images are saved as: .png"),
         (["-o", "no-folder/x.png"], "is not there"),
-        (["--build", "always"], "neither never nor if-missing"),
+        (["--build", "always"], "neither if-missing nor never"),
         (["--no-engine", "--no-fallback"], "exclude each other"),
     ],
 )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ from sdaccel.draw import (
     call,
     call_arguments,
     components_needed,
+    cut_off,
+    device_for,
     edits_as_told,
     fit_pipeline,
     new_scheduler,
-    open_pipeline,
+    open_on_host,
     parameters,
     refusals,
     usual_guidance,
@@ -41,6 +43,8 @@ from sdaccel.jobs.remote import local_model
 from sdaccel.jobs.sidecar import to_sidecar
 from sdaccel.jobs.storage import Storage, has_key, is_address
 from sdaccel.jobs.task import BatchTask, ImageResult, ModelFacts, Options
+from sdaccel.lora import LiveWeights
+from sdaccel.model_cache import HostWeights, ModelCache
 from sdaccel.runtime import RunReport
 
 Progress = Callable[[str, float], None]
@@ -50,13 +54,14 @@ AHEAD = 3
 
 
 class Worker:
-    """Owns one model at a time and its engines. `prepare` and `draw` are for one thread."""
+    """Owns one model at a time and its engines, and keeps those before it. `prepare` and `draw` are for one thread."""
 
     def __init__(self, options: Options, storage: Storage, progress: Progress | None = None):
         self.options = options
         self.storage = storage
         self.progress = progress
         self._model: _Model | None = None
+        self._kept: ModelCache[_Model] = ModelCache()
         self._encoding = ThreadPoolExecutor(1, "sdaccel-encode")
         self._drawing = ThreadPoolExecutor(1, "sdaccel-latents")
         self._decoding = ThreadPoolExecutor(1, "sdaccel-decode")
@@ -107,13 +112,19 @@ class Worker:
         """Waits until everything is written (``now``: but not for what has not begun), and lets go of the model."""
         for stage in (self._encoding, self._drawing, self._decoding, self._writing):
             stage.shutdown(cancel_futures=now)
-        self._close_model()
+        self._put_aside()
+        self._kept.clear()
+        gc.collect()
 
     def _open(self, model: str | None) -> _Model:
         model = model or self.options.model
         if self._model is None or self._model.named != model:
-            self._close_model()
-            self._model = _Model(model, self.options, self._settle, self.progress)
+            self._put_aside()
+            kept = self._kept.take(model)
+            if kept is not None and kept.changed:
+                kept.close()
+                kept = None
+            self._model = kept or _Model(model, self.options, self._settle, self.progress, self._kept.budget)
         return self._model
 
     def _settle(self) -> None:
@@ -121,11 +132,11 @@ class Worker:
         if self._before is not None:
             wait([self._before])
 
-    def _close_model(self) -> None:
+    def _put_aside(self) -> None:
         if self._model is not None:
             self._settle()
-            self._model.close()
-            self._model = None
+            model, self._model = self._model, None
+            self._kept.keep(model.named, model)
             gc.collect()
 
     # ---- stages
@@ -292,7 +303,15 @@ class _Drawn:
 class _Model:
     """A checkpoint, its pipeline, and its engines swapped in."""
 
-    def __init__(self, named: str | None, options: Options, settle: Callable[[], None], progress: Progress | None):
+    def __init__(
+        self,
+        named: str | None,
+        options: Options,
+        settle: Callable[[], None],
+        progress: Progress | None = None,
+        room: int = 0,
+    ):
+        """room: bytes of RAM that it may take while it is not in use."""
         from sdaccel.backends.base import pick_backend
         from sdaccel.engine.store import Store
         from sdaccel.model_choice import choose_model, open_model
@@ -310,13 +329,17 @@ class _Model:
         self.guidance = usual_guidance(self.checkpoint)
         self.backend = pick_backend(options.backend) if options.engines else None
         self._base: Any = None
+        self._room = room
+        self._host: HostWeights | None = None
+        """Where its weights are while it is not in use, unless they have no room."""
+        self._nbytes = 0
+        self._parked = False
         self._own_scheduler: Any = None
         self._pipe: Any = None
         self._mode = ""
         self._encoder: Any = None
         self._decoder: Any = None
-        self._stack = ExitStack()
-        self._loras: tuple[Any, ...] = ()
+        self._weights: Any = None
         self._ready: set[tuple[int, int, str]] = set()
         self._upcasting = threading.Lock()
         self._content = ""
@@ -389,7 +412,8 @@ class _Model:
                     arguments |= self._encoder.generate(lambda: _embeddings(pipe, arguments), careful=False)
                     report = self._encoder.last_report
             arguments = {name: value for name, value in arguments.items() if name not in _PROMPTS}
-        for note in filter(None, (_cut_off(pipe, request) for request in requests)):
+        self._weights.tell(report)
+        for note in (note for request in requests for note in cut_off(pipe, request)):
             report.note(note)
         if self.backend is None:
             report.note("in plain torch, as asked")
@@ -403,7 +427,10 @@ class _Model:
         pipe.scheduler = new_scheduler(self._own_scheduler, request.scheduler)
         with self._upcasting if self._upcasts() else nullcontext():
             latents = call(pipe, request, encoded.arguments | {"output_type": "latent"}).images
-        reports = [*encoded.reports, pipe.sdaccel.last_report] if self.backend is not None else encoded.reports
+        reports = encoded.reports
+        if self.backend is not None:
+            reports = [*reports, pipe.sdaccel.last_report]
+            self._weights.tell(reports[-1])
         event = None
         if latents.is_cuda:
             event = torch.cuda.Event()
@@ -414,15 +441,22 @@ class _Model:
     def _fitted(self, request: Request) -> Any:
         """The pipeline of the kind that ``request`` needs, with its engines and LoRAs."""
         from sdaccel.integrations.diffusers import accelerate
-        from sdaccel.lora import applied
 
         plain = replace(request, scheduler=None, loras=())
         if self._base is None:
             if self.progress is not None:
                 self.progress(f"loading {self.checkpoint.name}", 0.0)
             tokenizer = Path(self.options.tokenizer) if self.options.tokenizer else None
-            self._base = open_pipeline(self.checkpoint, plain, tokenizer, self.backend)
+            self._host = HostWeights(open_on_host(self.checkpoint, plain, tokenizer, self.backend))
+            self._base = self._host.move(device_for(self.backend))
+            self._nbytes = self._host.nbytes
+            if self._nbytes > self._room:
+                self._host = None
             self._own_scheduler = self._base.scheduler
+            self._weights = LiveWeights(self._base)
+        elif self._parked and self._host is not None:
+            self._host.move(device_for(self.backend))
+        self._parked = False
         if self._pipe is None or self._mode != _mode(request):
             self._take_out()
             self._pipe, self._mode = fit_pipeline(self._base, plain), _mode(request)
@@ -434,23 +468,21 @@ class _Model:
                     components=components_needed(self.checkpoint, request),
                     build="never",
                     fallback=self.options.fallback,
+                    checkpoint=self.checkpoint,
                 )
                 self._encoder = self._pipe.sdaccel.beside("text_encoder", "text_encoder_2")
                 self._decoder = self._pipe.sdaccel.beside("vae_decoder")
-        if self._loras != request.loras:
+        if self._weights.loras != request.loras:
             self.settle()
-            self._stack.close()
-            self._stack, self._loras = ExitStack(), ()
-            self._stack.enter_context(applied(self._pipe, request.loras))
-            self._loras = request.loras
+            self._weights.set(request.loras)
         return self._pipe
 
     def _take_out(self) -> None:
         from sdaccel.integrations.diffusers import restore
 
         self.settle()
-        self._stack.close()
-        self._stack, self._loras = ExitStack(), ()
+        if self._weights is not None:
+            self._weights.set(())
         for beside in filter(None, (self._encoder, self._decoder)):
             beside.detach()
         self._encoder = self._decoder = None
@@ -469,6 +501,7 @@ class _Model:
                 return self._decode(drawn.latents).cpu()
             pixels = self._decoder.generate(lambda: self._enqueue(drawn), careful=False)
             drawn.reports.append(self._decoder.last_report)
+            self._weights.tell(drawn.reports[-1])
             return pixels.cpu()
 
     def _enqueue(self, drawn: _Drawn) -> Any:
@@ -511,9 +544,35 @@ class _Model:
                 if halves:
                     vae.to(torch.float16)
 
+    # ---- not in use
+
+    @property
+    def changed(self) -> bool:
+        return any(component.changed for component in self.checkpoint.components.values())
+
+    @property
+    def nbytes(self) -> int:
+        """What its weights take in RAM, and on a CPU those of its engines."""
+        if self._pipe is None or self.backend is None or not self._on_cpu():
+            return self._nbytes
+        engines = [entry.engine for context in self._pipe.sdaccel.contexts.values() for entry in context.engines]
+        keys = {key for engine in engines for key in engine.weights_entries}
+        found = [self.store.get("weights", key) for key in keys]
+        return self._nbytes + sum(entry.nbytes for entry in found if entry is not None)
+
+    def park(self) -> None:
+        """Off the GPU. On a CPU it stays as it is, engines and all."""
+        if self._host is not None and not self._on_cpu():
+            self._take_out()
+            self._host.leave()
+            self._parked = True
+
+    def _on_cpu(self) -> bool:
+        return device_for(self.backend) == "cpu"
+
     def close(self) -> None:
         self._take_out()
-        self._base = None
+        self._base = self._host = self._weights = None
 
 
 def _mode(request: Request) -> str:
@@ -548,20 +607,6 @@ def _embeddings(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         negative_prompt=arguments["negative_prompt"],
     )
     return {name: value for name, value in zip(_EMBEDDINGS, found, strict=False) if value is not None}
-
-
-def _cut_off(pipe: Any, request: Request) -> str | None:
-    """What to tell of a prompt that is longer than CLIP reads."""
-    tokenizer = getattr(pipe, "tokenizer", None) or getattr(pipe, "tokenizer_2", None)
-    if tokenizer is None:
-        return None
-    for what, text in (("prompt", request.prompt), ("negative prompt", request.negative)):
-        ids = tokenizer(text, truncation=False, verbose=False).input_ids
-        most = tokenizer.model_max_length
-        if len(ids) > most:
-            lost = tokenizer.decode(ids[most - 1 : -1])[:60]
-            return f"the {what} has {len(ids) - 2} tokens, of which {most - 2} are read: not drawn is {lost!r}"
-    return None
 
 
 def _scaled(latents: Any, config: Any) -> Any:

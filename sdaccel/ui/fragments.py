@@ -427,21 +427,24 @@ def report(result: Result) -> str:
     """What ran, in plain words: which engines, what torch did instead and why, milliseconds."""
     totals: dict[str, list[float]] = {}
     ids: dict[str, set[str]] = {}
+    adapters: dict[str, set[str]] = {}
     for each in result.reports:
         for component, run in each.components.items():
             row = totals.setdefault(component, [0.0] * 4)
             for at, value in enumerate((run.calls, run.milliseconds, run.torch_calls, run.torch_milliseconds)):
                 row[at] += value
             ids.setdefault(component, set()).update(key[:12] for key in run.engines)
+            adapters.setdefault(component, set()).update(run.adapters)
     heads = ("component", "ran by", "calls", "ms a call", "in all")
     body = ""
     for component, (calls, engine_ms, torch_calls, torch_ms) in totals.items():
+        held = f" with {', '.join(sorted(adapters[component]))}" if adapters[component] else ""
         for who, count, spent in (
             (f"engine {', '.join(sorted(ids[component]))}", calls, engine_ms),
             ("torch", torch_calls, torch_ms),
         ):
             if count:
-                cells = (name(component), who, f"{count:.0f}", f"{spent / count:.1f}", f"{spent / 1e3:.2f} s")
+                cells = (name(component), who + held, f"{count:.0f}", f"{spent / count:.1f}", f"{spent / 1e3:.2f} s")
                 body += "<tr>" + "".join(
                     f'<td data-name="{head}">{escape(cell)}</td>' for head, cell in zip(heads, cells, strict=True)
                 )

@@ -49,7 +49,7 @@ class GeneratePage:
                         sampler = gr.Dropdown(samplers, value="", label="Sampler")
                         loras = gr.Textbox(
                             label="LoRA", placeholder="/path/to/style.safetensors:0.8", lines=1, max_lines=8,
-                            info="Files and their strength, one a line. What they change runs in torch.",
+                            info="Files and their strength, one a line: LoRA, LoCon, LoHa, LoKr, DoRA, (IA)³ and more.",
                         )  # fmt: skip
                         engines = gr.Checkbox(value=True, label="Use engines", info="Off: plain torch draws it all.")
             with gr.Column(scale=3, min_width=320, elem_classes=["sd-result"]):

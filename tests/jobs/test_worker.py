@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from sdaccel import metadata
 from sdaccel.draw import draw, fit_pipeline, open_accelerated
 from sdaccel.engine.store import Store
+from sdaccel.errors import ModelError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.reading import read_jobs
 from sdaccel.jobs.run import Run
@@ -152,7 +153,31 @@ def test_loras_act_on_their_own_jobs_alone(tiny_store, tmp_path):
     run, (plain, ink, again) = drawn(tiny_store, tmp_path / "out", JOB, styled, replace(JOB, prompt="a red circle "))
     assert np.abs(plain.astype(int) - ink).max() > 8
     assert np.array_equal(plain, again)
-    assert any(note.startswith("unet in torch: ") and "style" in note for note in run.summary.notes), run.summary.notes
+    told = []
+    for entry in sorted(run.entries(), key=lambda entry: entry.image.index):
+        details = metadata.read(tmp_path / "out" / entry.name).details or {}
+        runs = [run for report in details["reports"] for run in report["components"].items()]
+        told.append({(name, adapter) for name, run in runs for adapter in run["adapters"]})
+    assert told == [set(), {("unet", "style:1.5")}, set()]
+
+
+def test_a_lora_of_the_wrong_shape_costs_its_own_jobs_alone(tiny_store, tmp_path):
+    unet = UNet2DConditionModel.from_pretrained(tiny_store.model, subfolder="unet")
+    state = lora(unet, "unet", ("to_q", "to_v"), 1)
+    save_file(state, tmp_path / "style.safetensors")
+    save_file({name: torch.zeros(3, 3) for name in state}, tmp_path / "wide.safetensors")
+    styled, bad = (replace(JOB, loras=(Lora(tmp_path / f"{name}.safetensors"),)) for name in ("style", "wide"))
+    worker = Worker(options(tiny_store, tmp_path), Folder(tmp_path))
+    latents = []
+    for job in (JOB, styled, bad, styled, JOB):
+        try:
+            encoded = worker._encode(batch(job), None)
+            latents.append(encoded.model.latents(encoded).latents)
+        except ModelError as error:
+            assert "weights 3 × 3" in str(error) and "is (8, 8)" in str(error)
+    worker.close()
+    plain, first, second, last = latents
+    assert torch.equal(plain, last) and torch.equal(first, second) and not torch.equal(plain, first)
 
 
 def test_a_job_that_the_pipeline_refuses_is_set_aside(tiny_store, tmp_path):
