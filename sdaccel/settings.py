@@ -27,6 +27,13 @@ def _counting_number(text: str) -> int:
     return number
 
 
+def _amount(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1e6:
+        raise ValueError
+    return number
+
+
 def _yes_or_no(text: str) -> int:
     number = int(text)
     if number not in (0, 1):
@@ -64,6 +71,13 @@ MODEL = Setting("SDACCEL_MODEL", None, str, "a path", "the model used when a com
 BACKEND = Setting("SDACCEL_BACKEND", "auto", str, "a backend's name", "the backend used when none is named")
 THREADS = Setting("SDACCEL_THREADS", 0, _whole_number, "a whole number", "CPU threads an engine uses; 0: one a core")
 GRAPHS = Setting("SDACCEL_GRAPHS", 8, _counting_number, "a number from 1", "CUDA graphs (one a shape) an engine keeps")
+MODEL_CACHE = Setting(
+    "SDACCEL_MODEL_CACHE",
+    None,
+    _amount,
+    "a number of GiB from 0",
+    "GiB of RAM for models that were used last and may be used again; 0: none is kept",
+)
 SPIN_LIMIT = Setting(
     "SDACCEL_SPIN_LIMIT",
     0,
@@ -80,4 +94,4 @@ ALLOW_REMOTE = Setting(
 )
 DEBUG = Setting("SDACCEL_DEBUG", 0, _whole_number, "a whole number", "1 stages, 2 fusions and tactics, 3 launches")
 
-TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, SPIN_LIMIT, ALLOW_REMOTE, DEBUG)
+TABLE = (STORE, MODEL, BACKEND, THREADS, GRAPHS, MODEL_CACHE, SPIN_LIMIT, ALLOW_REMOTE, DEBUG)

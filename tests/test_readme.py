@@ -123,6 +123,8 @@ def test_the_table_of_settings_is_that_of_the_code():
 def default_text(setting: settings.Setting) -> str:
     if setting is settings.STORE:
         return "the user's data folder"
+    if setting is settings.MODEL_CACHE:
+        return "a quarter of the RAM"
     return "none" if setting.default is None else f"`{setting.default}`"
 
 

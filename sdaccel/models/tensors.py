@@ -347,6 +347,15 @@ class Component:
             whole.update(f"{head}\n".encode())
         return whole.hexdigest()
 
+    @property
+    def changed(self) -> bool:
+        """Whether a file of it is gone, or another than when it was opened."""
+        opened = {(ref.source, ref.stamp) for ref in self.tensors.values() if isinstance(ref.source, Path)}
+        try:
+            return any(known is not None and stamp(path.stat()) != known for path, known in opened)
+        except OSError:
+            return True
+
     def __repr__(self) -> str:
         return f"Component({self.name!r}, {len(self.tensors)} tensors, {self.parameters:,} parameters)"
 
