@@ -18,6 +18,7 @@ import torch
 
 from sdaccel.backends.base import Backend, LoadedEngine
 from sdaccel.engine.manifest import TensorSpec
+from sdaccel.engine.patch import NOTHING, Patches, adapters_of
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, OutOfMemory, ProfileError, UnsupportedCall
 from sdaccel.profile import OptimizationProfile, choose
@@ -85,7 +86,13 @@ class RunReport:
         return not self.failed
 
     def ran_engine(
-        self, component: str, engine: str, backend: str, profile: str, milliseconds: float | GpuTime
+        self,
+        component: str,
+        engine: str,
+        backend: str,
+        profile: str,
+        milliseconds: float | GpuTime,
+        adapters: Sequence[str] = (),
     ) -> None:
         with self._lock:
             run = self.components.setdefault(component, ComponentRun())
@@ -94,6 +101,8 @@ class RunReport:
                 profiles.append(profile)
             run.backend = backend
             run.calls += 1
+            if adapters:
+                run.adapters = sorted({*run.adapters, *adapters})
             if isinstance(milliseconds, GpuTime):
                 self._running.append((component, milliseconds))
             else:
@@ -202,6 +211,9 @@ class ExecutionContext:
         self._chosen: dict[Shapes, Candidate] = {}
         self._loaded: dict[tuple[str, ...], LoadedEngine] = {}
         self._broken: dict[str, Exception] = {}
+        self._patches: dict[tuple[str, ...], Patches] = {}
+        """What each loaded engine holds."""
+        self._adapters: dict[tuple[str, ...], list[str]] = {}
         self._full: dict[Any, OutOfMemory] = {}
         """Engines and shapes that found too little memory since the last `renew`."""
         self._lock = threading.RLock()
@@ -209,6 +221,8 @@ class ExecutionContext:
         """The host's module's parameters, whose memory an engine may use for its weights."""
         self.on_load: Callable[[LoadedEngine], None] | None = None
         """Told when an engine has been loaded, and may have moved them."""
+        self.on_own: Callable[[Collection[str]], None] | None = None
+        """Told which of them an engine keeps in memory of its own from now on."""
 
     @property
     def precision(self) -> str:
@@ -216,10 +230,15 @@ class ExecutionContext:
         return self.engines[0].engine.precision if self.engines else ""
 
     def run(
-        self, inputs: Mapping[str, torch.Tensor], report: RunReport, outputs: Collection[str] | None = None
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        report: RunReport,
+        outputs: Collection[str] | None = None,
+        patches: Patches = NOTHING,
     ) -> dict[str, torch.Tensor]:
         """The outputs of the engine and profile that contain these shapes (see `sdaccel.profile.choose`).
 
+        The engine computes with its base weights and ``patches``; the same mapping as before is not looked into again.
         Raises one of `FALLBACK_ERRORS`; the host then runs torch.
         """
         if not self.candidates:
@@ -233,13 +252,27 @@ class ExecutionContext:
             start = time.perf_counter()
             try:
                 self._refuse_if_full(shapes)
+                self._refit(candidate.plan, engine, patches)
                 results = engine.run(inputs, outputs, candidate.index)
             except OutOfMemory as error:
                 self._full[shapes] = error
                 raise
             elapsed = (time.perf_counter() - start) * 1e3 if clock is None else clock.stop()
-        report.ran_engine(self.component, candidate.entry.key, self.backend.name, candidate.label, elapsed)
+            adapters = self._adapters[candidate.plan]
+        name, key, label = self.backend.name, candidate.entry.key, candidate.label
+        report.ran_engine(self.component, key, name, label, elapsed, adapters)
         return results
+
+    def _refit(self, plan: tuple[str, ...], engine: LoadedEngine, patches: Patches) -> None:
+        if self._patches.get(plan) is patches:
+            return
+        shared = engine.shared
+        self._patches.pop(plan, None)
+        engine.refit(patches)
+        self._patches[plan] = patches
+        self._adapters[plan] = adapters_of(patches)
+        if self.on_own is not None and engine.shared != shared:
+            self.on_own(shared - engine.shared)
 
     def renew(self) -> None:
         """The host's module may have been edited: engines keep nothing that they computed before.
@@ -253,6 +286,7 @@ class ExecutionContext:
             for plan, engine in list(self._loaded.items()):
                 if engine.shares_no_longer(parameters):
                     del self._loaded[plan]
+                    self._patches.pop(plan, None)
                 else:
                     engine.renew()
 
@@ -297,6 +331,7 @@ class ExecutionContext:
             )
             for key in {other.entry.key for other in self.candidates if other.plan == candidate.plan}:
                 self.store.note_use(key)
+            self._patches[candidate.plan], self._adapters[candidate.plan] = NOTHING, []
             if self.on_load is not None:
                 self.on_load(self._loaded[candidate.plan])
         return self._loaded[candidate.plan]

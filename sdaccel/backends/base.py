@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sdaccel.engine.manifest import TensorSpec
+from sdaccel.engine.patch import Patches
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import BackendError, SettingError
 from sdaccel.profile import OptimizationProfile
@@ -50,7 +51,7 @@ class LoadedEngine(ABC):
     """An engine ready to run. One call at a time."""
 
     shared: frozenset[str] = frozenset()
-    """Names of the host's parameters in whose memory it keeps its weights."""
+    """Names of the host's parameters in whose memory it keeps its weights; those refitted since are its own."""
 
     @abstractmethod
     def run(
@@ -60,6 +61,13 @@ class LoadedEngine(ABC):
 
         Inputs are cast to the declared types; optional ones may be missing. Outputs never alias an earlier call's.
         Raises BackendError.
+        """
+
+    @abstractmethod
+    def refit(self, patches: Patches) -> None:
+        """From now on it computes with base weights and exactly these patches. Names it has no use for change nothing.
+
+        Going back to patches that it held before, or to none, gives the same bits. Raises UnsupportedCall, OutOfMemory.
         """
 
     def shares_no_longer(self, parameters: Mapping[str, torch.nn.Parameter]) -> bool:

@@ -8,10 +8,11 @@ maps weights. What the optimizer leaves as it was is read from the shared weight
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,21 +22,27 @@ import onnxruntime as ort
 import torch
 
 from sdaccel import settings
+from sdaccel.backends import onnxruntime_refit
 from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine, Progress
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
+from sdaccel.engine.patch import Patch, Patches, changes
 from sdaccel.engine.store import Entry
-from sdaccel.errors import BackendError
+from sdaccel.errors import BackendError, EngineBroken, UnsupportedCall
 
 if TYPE_CHECKING:
     import onnx
 
 PLAN = "model.onnx"
+WEIGHTS = "weights.json"
+"""Where the weights of the checkpoint are among the plan's initializers."""
 
+FORMAT = "2"
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _NUMPY = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
 _SAFETENSORS = {1: "F32", 10: "F16", 7: "I64"}
+_ARRAYS = {1: np.float32, 10: np.float16, 7: np.int64}
 """by onnx.TensorProto.DataType"""
 _ERRORS = (
     ort.capi.onnxruntime_pybind11_state.Fail,
@@ -72,7 +79,7 @@ class OnnxRuntime(Backend):
     def versions(self) -> dict[str, str]:
         from sdaccel.graph import VERSION
 
-        return {"onnxruntime": ort.__version__, "fusions": VERSION}
+        return {"onnxruntime": ort.__version__, "fusions": VERSION, "plan": FORMAT}
 
     # building
 
@@ -95,12 +102,18 @@ class OnnxRuntime(Backend):
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.optimized_model_external_initializers_file_name", data.name)
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-        serialized = ir.to_proto(fused).SerializeToString()
+        proto = ir.to_proto(fused)
+        read_by = onnxruntime_refit.uses(proto.graph)
+        serialized = proto.SerializeToString()
         _in_background(lambda: self._session(serialized, options), "optimizing for this CPU", job.progress)
 
         job.progress("storing", 0.8)
         model = onnx.load(str(plan), load_external_data=False)
-        packed = self._share(model, data, job)
+        values = _Values(model, data, job)
+        written = onnxruntime_refit.places(read_by, model.graph, values.base, values.optimized)
+        packed = self._share(model, data, job, values, written)
+        document = {"entry": job.weights.key, **onnxruntime_refit.to_json(written, read_by, model.graph, values.places)}
+        (folder / WEIGHTS).write_text(json.dumps(document, indent=1), encoding="utf-8")
         (folder / PLAN).write_bytes(model.SerializeToString(deterministic=True))
         plan.unlink()
         data.unlink(missing_ok=True)
@@ -108,24 +121,26 @@ class OnnxRuntime(Backend):
         details = {"fused": fired, "ops": dict(sorted(ops.items())), "nodes": sum(ops.values())}
         return Built((packed.key,) if packed else (), details)
 
-    def _share(self, model: onnx.ModelProto, data: Path, job: BuildJob) -> Entry | None:
+    def _share(
+        self, model: onnx.ModelProto, data: Path, job: BuildJob, values: _Values, written: Mapping[str, Any]
+    ) -> Entry | None:
         """Points each weight of ``model`` at the shared entry where it is unchanged there, else at one of its own."""
-        if not data.exists():
-            return None
-        shared = job.weights.file(weights_file.FILE)
-        places = weights_file.layout(job.weights)
         own: dict[str, list[onnx.TensorProto]] = {}
-        tensors: dict[str, _InFile] = {}
-        for tensor in _external(model):
-            offset, length = _extent(tensor)
-            found = _read(data, offset, length)
-            place = places.get(tensor.name)
-            if place is not None and np.array_equal(found, _read(shared, place.offset, place.nbytes)):
-                _place(tensor, job.weights.key, place.offset, length)
+        tensors: dict[str, _InFile | _InMemory] = {}
+        for tensor in model.graph.initializer:
+            outside = tensor.data_location == tensor.EXTERNAL
+            if not outside and tensor.name not in written:
                 continue
-            name = hashlib.sha256(found.data).hexdigest()
+            base, layout = written.get(tensor.name, (tensor.name, ""))
+            place = values.places.get(base)
+            found = values.optimized(tensor.name)
+            if place is not None and (layout == "plain" or (not layout and np.array_equal(found, values.base(base)))):
+                _place(tensor, job.weights.key, place.offset, place.nbytes)
+                continue
+            name = hashlib.sha256(np.ascontiguousarray(found).data).hexdigest()
             own.setdefault(name, []).append(tensor)
-            tensors[name] = _InFile(data, offset, length, _SAFETENSORS[tensor.data_type], tuple(tensor.dims))
+            kind, dims = _SAFETENSORS[tensor.data_type], tuple(tensor.dims)
+            tensors[name] = _InFile(data, *_extent(tensor), kind, dims) if outside else _InMemory(found, kind, dims)
         if not own:
             return None
         identity = {
@@ -152,8 +167,16 @@ class OnnxRuntime(Backend):
         inputs: Sequence[TensorSpec],
         shared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> LoadedEngine:
-        options = self._options(weights, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
-        return _Session(self._session((folder / PLAN).read_bytes(), options), inputs)
+        plan = (folder / PLAN).read_bytes()
+
+        def session(changed: Mapping[str, np.ndarray]) -> ort.InferenceSession:
+            options = self._options(weights, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
+            if changed:
+                held = [ort.OrtValue.ortvalue_from_numpy(value) for value in changed.values()]
+                options.add_external_initializers(list(changed), held)
+            return self._session(plan, options)
+
+        return _Engine(session, _Weights.read(folder, weights), inputs)
 
     def _options(self, weights: Path, level: Any) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -173,11 +196,32 @@ class OnnxRuntime(Backend):
             raise BackendError(f"ONNX Runtime {ort.__version__} cannot load the graph: {error}") from error
 
 
-class _Session(LoadedEngine):
-    def __init__(self, session: ort.InferenceSession, inputs: Sequence[TensorSpec]):
-        self.session = session
+class _Engine(LoadedEngine):
+    """A session, made anew when weights change: it packs them for its kernels when it is made."""
+
+    def __init__(
+        self,
+        make: Callable[[Mapping[str, np.ndarray]], ort.InferenceSession],
+        weights: _Weights,
+        inputs: Sequence[TensorSpec],
+    ):
+        self.session = make({})
+        self._make = make
+        self._weights = weights
+        self._held: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}
+        """Weight → key of its patch, and its initializers."""
         self._dtypes = {spec.name: _TORCH[spec.dtype] for spec in inputs}
-        self._outputs = [output.name for output in session.get_outputs()]
+        self._outputs = [output.name for output in self.session.get_outputs()]
+
+    def refit(self, patches: Patches) -> None:
+        mine = {name: patch for name, patch in patches.items() if self._weights.takes(name)}
+        new, gone = changes({name: key for name, (key, _) in self._held.items()}, mine)
+        if not new and not gone:
+            return
+        held = {name: value for name, value in self._held.items() if name in mine}
+        held.update((name, (patch.key, self._weights.changed(name, patch))) for name, patch in new.items())
+        session = self._make({name: value for _, values in held.values() for name, value in values.items()})
+        self.session, self._held = session, held
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
@@ -189,6 +233,68 @@ class _Session(LoadedEngine):
         except _ERRORS as error:
             raise BackendError(f"ONNX Runtime could not run the engine: {error}") from error
         return {name: torch.from_numpy(result) for name, result in zip(names, results, strict=True)}
+
+
+class _Weights:
+    """The weights of the checkpoint among a plan's initializers."""
+
+    def __init__(self, document: Mapping[str, Any], folder: Path):
+        self._initializers: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
+        for name, (weight, layout, shape) in document["written"].items():
+            self._initializers.setdefault(weight, []).append((name, layout, tuple(shape)))
+        self._fixed = frozenset(document["fixed"])
+        file = folder / str(document["entry"]) / weights_file.FILE
+        self._base = {
+            name: _InFile(file, int(offset), int(nbytes), str(dtype), tuple(shape))
+            for name, (offset, nbytes, dtype, shape) in document["places"].items()
+        }
+
+    @classmethod
+    def read(cls, engine: Path, weights: Path) -> _Weights:
+        try:
+            return cls(json.loads((engine / WEIGHTS).read_text(encoding="utf-8")), weights)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EngineBroken(f"{engine / WEIGHTS} cannot be read: {error}.") from error
+
+    def takes(self, name: str) -> bool:
+        """Whether the graph computes with this weight. Raises UnsupportedCall where it cannot be changed."""
+        if name in self._fixed:
+            raise UnsupportedCall(f"{name} is changed, which ONNX Runtime has folded into other weights.")
+        return name in self._initializers
+
+    def changed(self, name: str, patch: Patch) -> dict[str, np.ndarray]:
+        """The initializers that hold this weight, with the patch. Raises UnsupportedCall."""
+        base = self._base[name].read()
+        value = patch.apply(base)
+        if value.shape != base.shape:
+            raise UnsupportedCall(f"{name} is {list(value.shape)} now, the engine holds {list(base.shape)}.")
+        array = _array(value, base.dtype)
+        return {
+            initializer: onnxruntime_refit.laid_out(array, layout).reshape(shape)
+            for initializer, layout, shape in self._initializers[name]
+        }
+
+
+class _Values:
+    """The checkpoint's weights and an optimized graph's initializers, read when they are asked for."""
+
+    def __init__(self, model: onnx.ModelProto, data: Path, job: BuildJob):
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._data = data
+        self._shared = job.weights.file(weights_file.FILE)
+        self.places = weights_file.layout(job.weights)
+
+    def base(self, name: str) -> np.ndarray:
+        place = self.places[name]
+        return _InFile(self._shared, place.offset, place.nbytes, place.dtype, place.shape).read().numpy()
+
+    def optimized(self, name: str) -> np.ndarray:
+        from onnx import numpy_helper
+
+        tensor = self._tensors[name]
+        if tensor.data_location != tensor.EXTERNAL:
+            return np.array(numpy_helper.to_array(tensor))
+        return _read(self._data, *_extent(tensor)).view(_ARRAYS[tensor.data_type]).reshape(tuple(tensor.dims))
 
 
 @dataclass(frozen=True)
@@ -204,6 +310,16 @@ class _InFile:
     def read(self) -> torch.Tensor:
         data = torch.from_numpy(_read(self.path, self.offset, self.nbytes))
         return data.view(weights_file.DTYPES[self.dtype]).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    values: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(self.values)).view(self.shape)
 
 
 def _read(path: Path, offset: int, length: int) -> np.ndarray:
@@ -228,7 +344,9 @@ def _extent(tensor: onnx.TensorProto) -> tuple[int, int]:
 
 
 def _place(tensor: onnx.TensorProto, entry: str, offset: int, length: int) -> None:
-    del tensor.external_data[:]
+    tensor.data_location = tensor.EXTERNAL
+    for field in ("raw_data", "float_data", "external_data"):
+        tensor.ClearField(field)
     location = f"{entry}/{weights_file.FILE}"
     for key, value in (("location", location), ("offset", offset), ("length", length)):
         tensor.external_data.add(key=key, value=str(value))

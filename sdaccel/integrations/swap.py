@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from sdaccel.engine.patch import NOTHING, Patches
 from sdaccel.errors import BackendError, UnsupportedCall
 from sdaccel.integrations.late_checks import LateChecks
 from sdaccel.integrations.watch import ModuleWatch
@@ -50,11 +51,13 @@ class Target(NamedTuple):
     """Components whose engines gave something unusable in this call: torch in float32 runs them."""
     upcast: bool
     """The pipeline wants its VAE in float32 for torch; it was left in half precision, since an engine decodes."""
+    patches: Patches = NOTHING
+    """What makes the engines' weights those of the module."""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        return self.context.run(inputs, self.report, outputs)
+        return self.context.run(inputs, self.report, outputs, self.patches)
 
 
 class Replacement:
@@ -134,6 +137,7 @@ class Swap:
             self.module.__dict__[self._place] = self._replacement
         context.shared = self.watch.parameters
         context.on_load = lambda engine: self.watch.share(engine.shared)
+        context.on_own = self.watch.unshare
         self._owners.append((owner, context))
 
     def remove(self, owner: Accelerated) -> None:
@@ -184,7 +188,7 @@ class Swap:
                 if reason:
                     raise UnsupportedCall(f"{reason}.")
                 self._check(target, args, kwargs)
-                result = self.run(target, *args, **kwargs)
+                result = self.run(target._replace(patches=self.watch.patches()), *args, **kwargs)
             except FALLBACK_ERRORS as error:
                 if not target.fallback:
                     raise

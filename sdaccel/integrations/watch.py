@@ -1,7 +1,8 @@
 """Notices when a torch module no longer is what its engine was built from.
 
-Adapters, FreeU, attention processors, hooks, replaced classes and attributes, edited weights: an engine knows nothing
-of them, so a call on such a module runs in torch and says why. Needs neither diffusers nor peft.
+Other weights (edited ones, adapters around layers) are patches that an engine takes. Of FreeU, attention processors,
+hooks, replaced classes and attributes it knows nothing, so a call on such a module runs in torch and says why. Needs
+neither diffusers nor peft.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from sdaccel.backends.cuda.fingerprint import fingerprints, places, readable
+from sdaccel.engine.patch import NOTHING, Patch, Patches
 from sdaccel.errors import BackendError
+from sdaccel.integrations.live import Wrapped, active
 
 # The share of the time that may go into looking at everything, as much into glances and into reading weights whole.
 SHARE = 1 / 400
@@ -101,7 +104,12 @@ class ModuleWatch:
         self._root = self._parts[0]
         self._weights = [weight for part in self._parts for weight in part.weights()]
         self._classes = _methods(self._parts)
-        self._adapter_layers: list[nn.Module] = []
+        self._adapter_layers: dict[str, list[nn.Module]] = {}
+        """Around a module of our own, by its name, the outermost first."""
+        self._changed: list[_Part] = []
+        self._wrapped: list[Wrapped] = []
+        self._patches: dict[float, Patches] = {}
+        self._sums = _Sums()
         self._attentions = [part for part in self._parts if hasattr(part.module, "processor")]
         self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
         read_at_once(self._weights)
@@ -118,10 +126,19 @@ class ModuleWatch:
     def adapters(self) -> list[str]:
         """Names of the adapters (PEFT) that change the output now, fused ones included."""
         names: set[str] = set()
-        for layer in self._adapter_layers:
+        for layer in (layer for layers in self._adapter_layers.values() for layer in layers):
             names.update(getattr(layer, "merged_adapters", ()))
-            names.update(_active_adapters(layer))
+            names.update(active(layer))
         return sorted(names)
+
+    def patches(self, scale: float = 1.0) -> Patches:
+        """What makes an engine's weights those of the module, as they were at the last look.
+
+        The same mapping as long as nothing changes. ``scale`` multiplies all adapters.
+        """
+        if scale not in self._patches:
+            self._patches[scale] = self._patches_now(scale)
+        return self._patches[scale]
 
     def reason(self, *, careful: bool = False) -> str | None:
         """Why the engine would not compute what the module computes; None if it would.
@@ -150,6 +167,12 @@ class ModuleWatch:
             if weight.name in names:
                 weight.share()
 
+    def unshare(self, names: Collection[str]) -> None:
+        """The engine has memory of its own for these weights now."""
+        for weight in self._weights:
+            if weight.name in names:
+                weight.unshare()
+
     def unsettle(self) -> None:
         """Makes the next `reason` look at everything."""
         self._settled = False
@@ -159,6 +182,7 @@ class ModuleWatch:
         start = time.perf_counter()
         for weight in self._weights:
             weight.trust_nothing()
+        self._sums.trust_nothing()
         reason = self._look()
         self._looked_closer = time.perf_counter()
         self._closer_cost = self._looked_closer - start
@@ -172,9 +196,12 @@ class ModuleWatch:
     def _look(self) -> str | None:
         start = time.perf_counter()
         self._hook_count = RemovableHandle.next_id
-        self._changed = [part for part in self._parts if part.changed()]
+        before, self._changed = self._changed, [part for part in self._parts if part.changed()]
         reason = self._foreign or self._patched() or self._adapted() or self._edited()
-        self._settled = reason is None and all(part is self._root for part in self._changed)
+        for part in (*before, *self._changed):
+            part.accept()
+        self._settled = reason is None and all(part is self._root or part.only_wrapped() for part in self._changed)
+        self._renew_patches(reason)
         self._root_state = dict(self.module.__dict__)
         first = self._weights[0].now()
         if first is not None:
@@ -188,8 +215,8 @@ class ModuleWatch:
         start = time.perf_counter()
         caught = (
             any(state.get("s1") for state in self._blocks)
-            or any(part.changed() for part in self._attentions)
-            or any(weight.suspect() for weight in self._weights[::STRIDE])
+            or any(part.changed_since() for part in self._attentions)
+            or any(weight.touched() for weight in self._weights[::STRIDE])
         )
         self._glanced = time.perf_counter()
         self._glance_cost = max(self._glanced - start, 0.9 * self._glance_cost)
@@ -203,7 +230,7 @@ class ModuleWatch:
         for owner, name, method in self._classes:
             if getattr(owner, name) is not method:
                 return f"{name} of the class {owner.__name__} has been replaced"
-        self._adapter_layers = []
+        self._adapter_layers = {}
         for part in self._changed:
             reason = part.reason(part is self._root, self._adapter_layers)
             if reason:
@@ -215,8 +242,13 @@ class ModuleWatch:
         return None
 
     def _adapted(self) -> str | None:
-        names = {name for layer in self._adapter_layers for name in _active_adapters(layer)}
-        return f"adapters are active that the engine does not hold: {', '.join(sorted(names))}" if names else None
+        self._wrapped = [
+            Wrapped(part.name, self._adapter_layers[part.name], part.module)
+            for part in self._parts
+            if part.name in self._adapter_layers
+        ]
+        self._wrapped = [wrapped for wrapped in self._wrapped if wrapped.adapters]
+        return next((reason for wrapped in self._wrapped if (reason := wrapped.refusal())), None)
 
     # the weights
 
@@ -234,19 +266,35 @@ class ModuleWatch:
                 edited.append(weight)
             else:
                 weight.accept()
-        if not edited:
-            return None
-        first = edited[0]
-        now = first.now()
-        if now is None:
-            return f"{first.name} is gone"
-        if now.is_meta:
-            return f"{first.name} is not in memory (offloaded)"
-        if tuple(now.shape) != first.shape:
-            return f"{first.name} is {list(now.shape)} now, the engine holds {list(first.shape)}"
-        fused = self.adapters()
-        cause = f"fused adapters: {', '.join(fused)}" if fused else "fused adapters or an edit"
-        return f"{len(edited)} weights differ from those of the engine, {first.name} first ({cause})"
+        for weight in edited:
+            now = weight.now()
+            if now is None:
+                return f"{weight.name} is gone"
+            if now.is_meta:
+                return f"{weight.name} is not in memory (offloaded)"
+            if now.shape[1:] != weight.shape[1:] or now.dim() != len(weight.shape):
+                return f"{weight.name} is {list(now.shape)} now, the engine holds {list(weight.shape)}"
+        return None
+
+    # what differs, as patches
+
+    def _renew_patches(self, reason: str | None) -> None:
+        if reason is not None:
+            return
+        found = self._patches_now(1.0)
+        known = self._patches.get(1.0, NOTHING)
+        if found.keys() != known.keys() or any(patch.key != known[name].key for name, patch in found.items()):
+            self._patches = {1.0: found}
+
+    def _patches_now(self, scale: float) -> Patches:
+        edits = {weight.name: weight.patch() for weight in self._weights if weight.edited()}
+        if not edits and not self._wrapped:
+            return NOTHING
+        self._sums.read([tensor for wrapped in self._wrapped for tensor in wrapped.tensors()])
+        found = dict(edits)
+        for wrapped in self._wrapped:
+            found.update(wrapped.patches(edits, self._sums, scale))
+        return found
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -281,21 +329,6 @@ def _own_parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
             yield from _own_parts(base, f"{name}.{key}" if name else key)
 
 
-def _active_adapters(layer: nn.Module) -> list[str]:
-    if getattr(layer, "disable_adapters", False) or getattr(layer, "merged", False):
-        return []
-    scaling = getattr(layer, "scaling", None)
-    if not isinstance(scaling, dict):
-        return list(layer.active_adapters)  # type: ignore[arg-type]
-    # DoRA and its kin change the output even at scale 0.
-    variants = getattr(layer, "lora_variant", None) or {}
-    return [
-        name
-        for name in layer.active_adapters  # type: ignore[union-attr]
-        if name in scaling and (scaling[name] != 0 or name in variants)
-    ]
-
-
 def _methods(parts: list[_Part]) -> list[tuple[type, str, Any]]:
     """(class, method name, function) of everything that runs when the module runs."""
     found = {(part.kind, "forward") for part in parts}
@@ -317,6 +350,7 @@ class _Part:
     """One module: its class, attributes, children and parameters as they were."""
 
     __slots__ = (
+        "_accepted",
         "_attributes",
         "_hooks",
         "_parameters",
@@ -334,6 +368,8 @@ class _Part:
         self.kind = type(module)
         self._attributes = dict(module.__dict__)
         self.children = {key: _base(child) for key, child in module._modules.items()}
+        self._accepted: dict[str, nn.Module | None] = self.children  # type: ignore[assignment]
+        """The children at the last look, adapters around them or not."""
         self._parameters = module._parameters
         self._hooks = module._forward_hooks
         self._pre_hooks = module._forward_pre_hooks
@@ -352,18 +388,34 @@ class _Part:
         """Whether anything differs."""
         return self.differs(self._attributes) or bool(self._hooks) or bool(self._pre_hooks) or self._special
 
-    def differs(self, attributes: dict[str, Any]) -> bool:
+    def changed_since(self) -> bool:
+        """Whether anything differs from the last look."""
+        return (
+            self.differs(self._attributes, self._accepted)
+            or bool(self._hooks)
+            or bool(self._pre_hooks)
+            or self._special
+        )
+
+    def accept(self) -> None:
+        self._accepted = dict(self.module._modules)
+
+    def only_wrapped(self) -> bool:
+        """Whether adapters around children are all that differs."""
+        same = {key: _base(child) for key, child in self.module._modules.items()} == self.children
+        return same and not self.changed_since()
+
+    def differs(self, attributes: dict[str, Any], children: dict[str, nn.Module | None] | None = None) -> bool:
         """Whether class, children or ``attributes`` are others. Values that are the same object compare at once."""
         module = self.module
+        children = self.children if children is None else children
         try:
-            return (
-                module.__class__ is not self.kind or module.__dict__ != attributes or module._modules != self.children
-            )
+            return module.__class__ is not self.kind or module.__dict__ != attributes or module._modules != children
         except (RuntimeError, ValueError, TypeError):  # tensors and arrays do not compare to one truth
             return True
 
-    def reason(self, root: bool, layers: list[nn.Module]) -> str | None:
-        """What of the differences matters. Adapters around children are collected in ``layers``."""
+    def reason(self, root: bool, around: dict[str, list[nn.Module]]) -> str | None:
+        """What of the differences matters. Adapters around children are collected in ``around``."""
         module, name = self.module, self.name or type(self.module).__name__
         if module.__class__ is not self.kind:
             return f"{name} has become a {module.__class__.__name__}"
@@ -376,8 +428,10 @@ class _Part:
             known = self.children.get(key)
             if child is known or key == "processor" or (known is None and key in _FUSED):
                 continue
+            layers: list[nn.Module] = []
             if _base(child, layers) is not known:
                 return f"{name}.{key} has been {'added' if known is None else 'replaced'}"
+            around[f"{self.name}.{key}" if self.name else key] = layers
         for key, child in self.children.items():
             if child is not None and key != "processor" and key not in module._modules:
                 return f"{name}.{key} has been removed"
@@ -485,6 +539,25 @@ class _Weight:
         if now is not None:
             self._shared, self._seen = now.data_ptr(), self._state(now)
 
+    def unshare(self) -> None:
+        self._shared = self._seen = None
+
+    def edited(self) -> bool:
+        return self._finding == EDITED
+
+    def patch(self) -> Patch:
+        """The parameter as it is now."""
+        return Patch(("edit", *self._bits, self._now), self._value, edit=True)
+
+    def _value(self, base: torch.Tensor) -> torch.Tensor:
+        now = self.now()
+        return base if now is None else now.detach()
+
+    def touched(self) -> bool:
+        """Whether it may have been edited since it was last compared."""
+        now = self._parameters.get(self._key)
+        return now is None or self.unread(now)
+
     def suspect(self) -> bool:
         """Whether it may have been edited since it was last compared, or was edited then."""
         now = self._parameters.get(self._key)
@@ -547,6 +620,35 @@ class _Weight:
 
     def has_read(self, total: int, samples: np.ndarray) -> None:
         self._reading = total, samples[: self._count].tobytes()
+
+
+class _Sums:
+    """Sums over the bits of adapters' tensors, read again when a tensor may have been edited."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], int] = {}
+
+    def trust_nothing(self) -> None:
+        self._known = {}
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> None:
+        """With one wait for all that lie on one GPU."""
+        unread: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if _Weight._state(tensor) not in self._known and readable(tensor):
+                unread.setdefault(tensor.device, []).append(tensor)
+        for group in unread.values():
+            try:
+                totals, _ = fingerprints(group)
+            except BackendError:  # no compiler here
+                continue
+            self._known.update(zip(map(_Weight._state, group), totals, strict=True))
+
+    def __call__(self, tensor: torch.Tensor) -> int:
+        state = _Weight._state(tensor)
+        if state not in self._known:
+            self._known[state] = int(_sum_of_bits(tensor))
+        return self._known[state]
 
 
 def read_at_once(weights: Sequence[_Weight]) -> None:

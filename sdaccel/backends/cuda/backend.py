@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
 from sdaccel.eager import TYPES
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
+from sdaccel.engine.patch import Patch, Patches, changes
 from sdaccel.engine.store import Entry
 from sdaccel.errors import BackendError, EngineBroken, OutOfMemory
 from sdaccel.profile import OptimizationProfile
@@ -235,15 +236,16 @@ class Cuda(Backend):
             raise OutOfMemory(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
         except RuntimeError as error:
             raise BackendError(f"the weights cannot be loaded into the GPU: {error}".split("\n")[0]) from error
-        engine = CudaEngine(executor)
         # Sums of taps are made of these once: an edit of them does not reach the engine.
         derived = {step.inputs[1] for step in plan.steps if step.op == "UpsampleConv"}
-        engine.shared = frozenset(
-            name
-            for name, value in (shared or {}).items()
-            if name not in derived and _same_memory(value, tensors.get(name))
+        return CudaEngine(
+            executor,
+            frozenset(
+                name
+                for name, value in (shared or {}).items()
+                if name not in derived and _same_memory(value, tensors.get(name))
+            ),
         )
-        return engine
 
     def _device_of(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:
         """The GPU that the module is on, else the current one. Raises BackendError where engines are not for it."""
@@ -263,19 +265,41 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 
 class CudaEngine(LoadedEngine):
-    def __init__(self, executor: Any):
+    def __init__(self, executor: Any, shared: frozenset[str] = frozenset()):
         self.executor = executor
+        self.shared = self._lent = shared
+        self._held: dict[str, Hashable] = {}
+        """Keys of the patches that it computes with."""
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], outputs: Collection[str] | None = None, profile: int = 0
     ) -> dict[str, torch.Tensor]:
         return self.executor.run(inputs, outputs)
 
+    def refit(self, patches: Patches) -> None:
+        executor = self.executor
+        mine = {
+            name: patch
+            for name, patch in patches.items()
+            if name in executor.plan.weights and not (patch.edit and name in self.shared)
+        }
+        new, gone = changes(self._held, mine)
+        self._held.update((name, object()) for name in (*new, *gone))  # unknown, should writing fail
+        executor.write([*((name, self._effective(name, patch)) for name, patch in new.items()),
+                        *((name, functools.partial(executor.base, name)) for name in gone)])  # fmt: skip
+        self._held = {name: patch.key for name, patch in mine.items()}
+        self.shared = self.shared.difference(executor.own)
+
+    def _effective(self, name: str, patch: Patch) -> Callable[[], torch.Tensor]:
+        """The new values of a weight, scaled as the plan has it."""
+        base, power = self.executor.base(name), self.executor.plan.exponents.get(name, 0)
+        if not power:
+            return lambda: patch.apply(base)
+        return lambda: patch.apply((base.float() * 2.0**-power).to(base.dtype)).to(base.device).float() * 2.0**power
+
     def shares_no_longer(self, parameters: Mapping[str, torch.nn.Parameter]) -> bool:
-        weights = self.executor.weights
-        return any(
-            name not in parameters or not _same_memory(parameters[name].data, weights[name]) for name in self.shared
-        )
+        base = self.executor.base
+        return any(name not in parameters or not _same_memory(parameters[name].data, base(name)) for name in self._lent)
 
     def renew(self) -> None:
         self.executor.renew()

@@ -15,8 +15,8 @@ import threading
 import traceback
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sdaccel.backends.cuda.launch import CACHE, Device, dependent_launches
-from sdaccel.backends.cuda.ops import elementwise
+from sdaccel.backends.cuda.ops import elementwise, upsample_conv
 from sdaccel.backends.cuda.ops.registry import OPS
 from sdaccel.backends.cuda.plan import ExecutionPlan, Step
 from sdaccel.backends.cuda.tactic import Tactic
@@ -66,8 +66,12 @@ class Chooser:
         """While it is a list: the sources of tactics are collected here, and torch runs."""
         self.known = TacticTable()
         """What need not be measured: of the others alone sources are wanted."""
-        self._weights = {weight.data_ptr() for weight in weights}
+        self.know(weights)
         self._moved: dict[Any, Tensor] = {}
+
+    def know(self, weights: Iterable[Tensor]) -> None:
+        """Tensors at these places are weights."""
+        self._weights = {weight.data_ptr() for weight in weights}
 
     def on_device(self, value: Tensor) -> Tensor:
         key = (value.dtype, tuple(value.shape), tuple(value.reshape(-1).tolist()))
@@ -245,6 +249,8 @@ class Executor:
         self.dtype = dtype
         self.device = device
         self.weights = dict(weights)
+        self._base: dict[str, Tensor] = {}
+        """Of the weights that lie in buffers of their own since they were first written: what they were before."""
         self.graphs = graphs
         self.dependent = dependent
         """Whether kernels of a graph may start before the one before them ends."""
@@ -295,6 +301,69 @@ class Executor:
     def renew(self) -> None:
         """The prologue computes anew at the next call: weights may have been edited since."""
         self._age += 1
+
+    # refit
+
+    @property
+    def own(self) -> Collection[str]:
+        """Weights in buffers that nobody shares."""
+        return self._base.keys()
+
+    def base(self, name: str) -> Tensor:
+        return self._base.get(name, self.weights[name])
+
+    def write(self, values: Iterable[tuple[str, Callable[[], Tensor]]]) -> None:
+        """Each weight's new values, in place: graphs stay valid. A weight's first time moves it to a buffer of its own.
+
+        Raises OutOfMemory; weights before the one that raised are written.
+        """
+        with plain_torch(self.device), self._turns.lock if self._turns else nullcontext():
+            try:
+                self._write(list(values))
+            except torch.cuda.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)
+                self.forget()
+                raise OutOfMemory(f"out of GPU memory for changed weights: {error}".split("\n")[0]) from error
+
+    def _write(self, values: Sequence[tuple[str, Callable[[], Tensor]]]) -> None:
+        if not values:
+            return
+        self._move_out([name for name, _ in values])
+        if self._turns is not None and self._turns.last is not None:
+            torch.cuda.current_stream().wait_event(self._turns.last)
+        for name, value in values:
+            found, held = value(), self.weights[name]
+            if found.shape != held.shape:
+                self.forget()
+                self.weights[name] = found.to(self.device, self.dtype, copy=True)
+                self._chooser.know(self.weights.values())
+            else:
+                held.copy_(found)
+                upsample_conv.refresh(held)
+        if self._turns is not None:
+            self._turns.last = torch.cuda.Event()
+            self._turns.last.record()
+        self.renew()
+
+    def _move_out(self, names: Iterable[str]) -> None:
+        """Buffers of their own for these weights and those that they are joined with."""
+        new = [name for name in names if name not in self._base]
+        if not new:
+            return
+        self.forget()
+        whole = {part: joined for joined, parts in self.plan.joined.items() for part in parts}
+        for name in new:
+            joined = whole.get(name)
+            if joined is None:
+                self._base[name] = self.weights[name]
+                self.weights[name] = self.weights[name].clone()
+            elif name not in self._base:
+                parts = self.plan.joined[joined]
+                self._base.update((part, self.weights[part]) for part in parts)
+                self.weights[joined] = self.weights[joined].clone()
+                rows = [self.weights[part].shape[0] for part in parts]
+                self.weights.update(zip(parts, self.weights[joined].split(rows), strict=True))
+        self._chooser.know(self.weights.values())
 
     def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
         """Runs once, measuring the tactics of every step; returns what was chosen. Raises BackendError."""

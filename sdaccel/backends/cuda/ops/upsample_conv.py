@@ -60,6 +60,14 @@ def _phases_of(weight: Tensor) -> Tensor:
     return made
 
 
+def refresh(weight: Tensor) -> None:
+    """The weight has been written to: its phases, which graphs read, are made again where they are."""
+    known = _known.get(weight)
+    if known is not None:
+        known[1].copy_(phase_weights(weight))
+        _known[weight] = weight._version, known[1]
+
+
 def _phases(device: Device, x: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tactic]:
     if weight.shape[2:] != (3, 3):
         return []
