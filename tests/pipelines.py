@@ -18,14 +18,21 @@ from diffusers import (
     ControlNetModel,
     DDIMScheduler,
     EulerDiscreteScheduler,
+    StableDiffusionAdapterPipeline,
+    StableDiffusionControlNetImg2ImgPipeline,
+    StableDiffusionControlNetInpaintPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionInstructPix2PixPipeline,
     StableDiffusionPipeline,
+    StableDiffusionXLControlNetImg2ImgPipeline,
+    StableDiffusionXLControlNetInpaintPipeline,
+    StableDiffusionXLControlNetPipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLInpaintPipeline,
     StableDiffusionXLPipeline,
+    T2IAdapter,
     UNet2DConditionModel,
 )
 from PIL import Image
@@ -102,18 +109,23 @@ _PIPELINES: dict[str, Any] = {
     "inpaint": StableDiffusionInpaintPipeline,
     "edit": StableDiffusionInstructPix2PixPipeline,
     "controlnet": StableDiffusionControlNetPipeline,
+    "controlnet-img2img": StableDiffusionControlNetImg2ImgPipeline,
+    "controlnet-inpaint": StableDiffusionControlNetInpaintPipeline,
+    "adapter": StableDiffusionAdapterPipeline,
     "sdxl": StableDiffusionXLPipeline,
+    "sdxl-controlnet": StableDiffusionXLControlNetPipeline,
+    "sdxl-controlnet-img2img": StableDiffusionXLControlNetImg2ImgPipeline,
+    "sdxl-controlnet-inpaint": StableDiffusionXLControlNetInpaintPipeline,
     "sdxl-img2img": StableDiffusionXLImg2ImgPipeline,
     "sdxl-inpaint": StableDiffusionXLInpaintPipeline,
     "refiner": StableDiffusionXLImg2ImgPipeline,
 }
-_UNET_OF = {
-    "img2img": "sd1",
-    "inpaint4": "sd1",
-    "controlnet": "sd1",
-    "sdxl-img2img": "sdxl",
-    "sdxl-inpaint": "sdxl",
-}
+
+
+def _unet_of(kind: str) -> str:
+    if kind in UNETS:
+        return kind
+    return "sdxl" if kind.startswith("sdxl") else "sd1"
 
 
 @cache
@@ -148,7 +160,7 @@ def scaled(module: torch.nn.Module, seed: int) -> Any:
 def make(kind: str, *, seed: int = 0, controlnets: int = 1, **config: Any) -> Any:
     """A pipeline of ``kind`` in float32 on the CPU; equal arguments give equal weights. ``config`` changes its UNet."""
     xl = kind.startswith(("sdxl", "refiner"))
-    unet = scaled(UNet2DConditionModel(**UNETS[_UNET_OF.get(kind, kind)] | config), seed)
+    unet = scaled(UNet2DConditionModel(**UNETS[_unet_of(kind)] | config), seed)
     vae = scaled(AutoencoderKL(**_VAE, scaling_factor=0.13025 if xl else 0.18215, force_upcast=xl), seed + 1)
     act = "gelu" if kind == "sd2" else "quick_gelu"
     parts: dict[str, Any] = {"unet": unet, "vae": vae, "text_encoder": None, "tokenizer": None}
@@ -179,12 +191,16 @@ def make(kind: str, *, seed: int = 0, controlnets: int = 1, **config: Any) -> An
             prediction_type="v_prediction" if kind == "sd2" else "epsilon",
         )
         parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    if kind == "controlnet":
+    if "controlnet" in kind:
         nets = [
             scaled(ControlNetModel.from_unet(unet, conditioning_channels=3), seed + 4 + index)
             for index in range(controlnets)
         ]
         parts["controlnet"] = nets if controlnets > 1 else nets[0]
+    if "adapter" in kind:
+        widths = list(unet.config.block_out_channels)
+        adapter = T2IAdapter(3, widths, num_res_blocks=1)
+        parts["adapter"] = scaled(adapter, seed + 4)
     pipe = _PIPELINES[kind](**parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -206,10 +222,13 @@ def inputs(kind: str, **changed: Any) -> dict[str, Any]:
     """What a call of a pipeline of ``kind`` takes, with a fixed seed and numpy images as its output."""
     call: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 2, "output_type": "np"}
     call["generator"] = torch.Generator().manual_seed(5)
-    if kind in ("img2img", "edit", "sdxl-img2img", "refiner", "inpaint4", "inpaint", "sdxl-inpaint", "controlnet"):
+    edits = kind == "refiner" or "img2img" in kind or "inpaint" in kind
+    if edits or "controlnet" in kind or "adapter" in kind or kind == "edit":
         call["image"] = picture()
-    if kind in ("inpaint4", "inpaint", "sdxl-inpaint"):
+    if "inpaint" in kind:
         call["mask_image"] = mask()
-    if kind in ("inpaint4", "inpaint", "img2img", "sdxl-img2img", "sdxl-inpaint", "refiner"):
+    if edits:
         call |= {"strength": 0.9, "num_inference_steps": 3}
+    if edits and "controlnet" in kind:
+        call["control_image"] = picture(seed=4)
     return call | changed
