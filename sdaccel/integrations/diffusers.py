@@ -32,8 +32,8 @@ from sdaccel.builder import (
     slower_than_torch,
 )
 from sdaccel.engine.store import Entry, Store
-from sdaccel.errors import BackendError, SettingError
-from sdaccel.export.components import kind_of, source_of
+from sdaccel.errors import BackendError, ExportError, SettingError
+from sdaccel.export.components import component_spec, kind_of, source_of
 from sdaccel.integrations.components import swap_class
 from sdaccel.integrations.late_checks import LateChecks, random_state
 from sdaccel.integrations.swap import Swap, find_swap, running, swaps_of
@@ -81,6 +81,8 @@ def accelerate(
     chosen_backend = pick_backend(backend, _device_of(pipe))
     checkpoint = checkpoint or open_checkpoint(pipe)
     wanted = buildable_components(checkpoint, components)
+    left_out = {} if components else _left_out(pipe, checkpoint, wanted)
+    wanted = [component for component in wanted if component not in left_out]
     precision = precision or _precision_like(pipe, chosen_backend)
     config = BuilderConfig(tuple(wanted), tuple(profiles or ()), precision, chosen_backend.name)
     unused = _unused_gpu(backend, chosen_backend)
@@ -89,7 +91,7 @@ def accelerate(
     engines, notes = _engines(checkpoint, config, chosen_backend, place, build, progress)
     notes += [unused] if unused else []
     restore(pipe)
-    accelerated = Accelerated(pipe, fallback, notes, {} if components else _left_out(pipe, checkpoint))
+    accelerated = Accelerated(pipe, fallback, notes, left_out)
     for component in wanted:
         accelerated.swap(component, ExecutionContext(component, place, chosen_backend, engines[component]))
     accelerated.install()
@@ -104,15 +106,21 @@ def restore(pipe: Any) -> Any:
     return pipe
 
 
-def _left_out(pipe: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Parts of the pipeline that no engine can stand for, and why."""
+def _left_out(pipe: Any, checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str, str]:
+    """Parts of the pipeline that no engine can stand for, those of ``wanted`` among them, and why."""
     parts = {name: getattr(pipe, name, None) for name in COMPONENTS} | controlnets(pipe)
     notes = {name: note for note in checkpoint.notes for name in parts if note.startswith(f"{name} ")}
-    return {
+    reasons = {
         name: notes.get(name, f"no engine can be built of a {type(module).__name__}")
         for name, module in parts.items()
         if module is not None and name not in checkpoint.components
     }
+    for component in wanted:
+        try:
+            component_spec(component, checkpoint.components[source_of(component)].config)
+        except ExportError as error:
+            reasons[component] = str(error)
+    return reasons
 
 
 def _module_of(pipe: Any, source: str) -> Any:

@@ -522,13 +522,15 @@ def ip_adapter(unet: nn.Module) -> dict[str, Any]:
     """An IP-Adapter's state: projections to four tokens, keys and values for each cross-attention."""
     generator = torch.Generator().manual_seed(11)
     rand = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    state = {"proj.weight": rand(4 * 12, 12), "proj.bias": rand(4 * 12), "norm.weight": rand(12), "norm.bias": rand(12)}
+    wide = unet.config.cross_attention_dim
+    state = {"proj.weight": rand(4 * wide, 12), "proj.bias": rand(4 * wide)}
+    state |= {"norm.weight": rand(wide), "norm.bias": rand(wide)}
     keys = {}
     number = 1
     for name in unet.attn_processors:
         if name.endswith("attn2.processor"):
             width = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
-            keys |= {f"{number}.to_k_ip.weight": rand(width, 12), f"{number}.to_v_ip.weight": rand(width, 12)}
+            keys |= {f"{number}.to_k_ip.weight": rand(width, wide), f"{number}.to_v_ip.weight": rand(width, wide)}
             number += 2
     return {"image_proj": state, "ip_adapter": keys}
 
