@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
 
 import sdaccel
+from sdaccel import model_cache
 from sdaccel.backends import base
 from sdaccel.backends.cuda.plan import PLAN, ExecutionPlan
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components
@@ -17,6 +24,10 @@ from sdaccel.engine.entry import MANIFESTS
 from sdaccel.engine.store import Store
 from sdaccel.export import to_onnx
 from sdaccel.export.components import source_of
+from sdaccel.jobs import worker
+from sdaccel.jobs.job import Job
+from sdaccel.jobs.storage import Folder
+from sdaccel.jobs.task import BatchTask, ImageTask, Options
 from sdaccel.models.checkpoint import open_checkpoint
 from sdaccel.profile import ImageProfile, Range
 from tests import pipelines
@@ -148,3 +159,118 @@ def test_onnx_runtime_exports_no_second_graph(monkeypatch):
     monkeypatch.setattr(to_onnx, "export_graph", None)
     (second,) = build(store, 500, backend="onnxruntime")
     assert second.engine.details["check"]["largest_error"] < 1e-4
+
+
+# ---- programs that go from model to model
+
+
+@pytest.fixture(scope="module")
+def two(tiny_store, tmp_path_factory):
+    """Two models of one architecture, and a store with the engines of both."""
+    folder = tmp_path_factory.mktemp("two models")
+    pipe = StableDiffusionPipeline.from_pretrained(tiny_store.model)
+    for module in (pipe.unet, pipe.text_encoder):
+        pipelines.scaled(module, 9)
+    pipe.save_pretrained(folder / "second")
+    shutil.copytree(tiny_store.store, folder / "store")
+    profiles = Store(tiny_store.store).list()[0].engine.image_profiles
+    sdaccel.build(folder / "second", profiles=profiles, store=Store(folder / "store"), check=False)
+    return SimpleNamespace(models=[str(tiny_store.model), str(folder / "second")], store=folder / "store")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The models whose weights are read from here on."""
+    found, plain = [], worker.open_on_host
+    monkeypatch.setattr(worker, "open_on_host", lambda it, *rest: (found.append(it.origin), plain(it, *rest))[1])
+    return found
+
+
+class Painter:
+    """A worker that draws one image at a time."""
+
+    def __init__(self, two, out, **options):
+        out.mkdir(exist_ok=True)
+        self.worker = worker.Worker(
+            Options(**{"out": str(out), "model": two.models[0], "store": str(two.store), "build": "never", **options}),
+            Folder(out),
+        )
+        self.out, self.count = out, 0
+
+    def draw(self, model, **changed):
+        self.count += 1
+        job = replace(Job("a red circle", seed=3, steps=2, guidance=5.0, width=64, height=64, model=model), **changed)
+        batch = BatchTask(self.count, model, (ImageTask(f"{self.count:064x}", job, 1, f"{self.count}.png"),), (0,))
+        (result,) = self.worker.draw(batch).result()
+        ran = {*result.engines.values()}
+        assert result.ok and ran == {"engine"}, result
+        return np.asarray(Image.open(self.out / result.name))
+
+
+def test_a_batch_that_alternates_reads_each_model_once(two, tmp_path, opened):
+    expected = []
+    for index, model in enumerate(two.models):
+        alone = Painter(two, tmp_path / f"alone {index}")
+        expected.append(alone.draw(model))
+        alone.worker.close()
+    assert abs(expected[0].astype(int) - expected[1]).max() > 8
+    del opened[:]
+    painter = Painter(two, tmp_path)
+    for turn in range(6):
+        assert np.array_equal(painter.draw(two.models[turn % 2]), expected[turn % 2])
+    assert opened == two.models
+    kept = weakref.ref(painter.worker._kept._models[two.models[0]][0])
+    painter.worker.close()
+    del painter
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_goes_beyond_the_budget_is_read_again(two, tmp_path, opened, monkeypatch):
+    monkeypatch.setenv("SDACCEL_MODEL_CACHE", "0")
+    painter = Painter(two, tmp_path)
+    first = painter.draw(two.models[0])
+    gone = weakref.ref(painter.worker._model)
+    painter.draw(two.models[1])
+    assert gone() is None and painter.worker._kept.nbytes == 0
+    assert np.array_equal(painter.draw(two.models[0]), first)
+    assert opened == [two.models[0], two.models[1], two.models[0]]
+    painter.worker.close()
+
+
+def test_a_parked_model_leaves_the_gpu_with_its_engines(two, tmp_path, opened, monkeypatch):
+    """The CPU in the place of a GPU: what is copied there must be gone when another model is in use."""
+    uploaded = []
+
+    def upload(tensors, device):
+        copies = [tensor.clone() for tensor in tensors]
+        uploaded.append(weakref.ref(copies[0]))
+        return copies
+
+    monkeypatch.setattr(model_cache, "upload", upload)
+    monkeypatch.setattr(worker, "device_for", lambda backend: "cuda:0")
+    painter = Painter(two, tmp_path)
+    images = [painter.draw(model) for model in two.models]
+    (parked,) = (model for model, _ in painter.worker._kept._models.values())
+    assert parked._parked and parked._pipe is None and not hasattr(parked._base, "sdaccel")
+    pages = {tensor.data_ptr() for _, _, tensor in parked._host._tensors}
+    assert {parameter.data_ptr() for parameter in parked._base.unet.parameters()} <= pages
+    for turn in range(2):
+        assert np.array_equal(painter.draw(two.models[turn]), images[turn])
+    assert opened == two.models and len(uploaded) == 4
+    gc.collect()
+    assert [reference() is None for reference in uploaded[:3]] == [True] * 3
+    painter.worker.close()
+
+
+def test_a_model_whose_file_is_another_now_is_opened_anew(two, tmp_path, opened):
+    shutil.copytree(two.models[1], tmp_path / "third")
+    painter = Painter(two, tmp_path, engines=True)
+    third = str(tmp_path / "third")
+    before = painter.draw(third)
+    painter.draw(two.models[0])
+    path = tmp_path / "third" / "unet" / "diffusion_pytorch_model.safetensors"
+    shutil.copyfile(two.models[0] + "/unet/diffusion_pytorch_model.safetensors", path)
+    after = painter.draw(third)
+    assert abs(before.astype(int) - after).max() > 8 and opened == [third, two.models[0], third]
+    painter.worker.close()

@@ -131,10 +131,12 @@ class Worker:
         """Until nothing of an earlier batch needs the model: it may change then."""
         if self._before is not None:
             wait([self._before])
+            self._before = None
 
     def _put_aside(self) -> None:
         if self._model is not None:
             self._settle()
+            self._drawn = None
             model, self._model = self._model, None
             self._kept.keep(model.named, model)
             gc.collect()
@@ -572,6 +574,8 @@ class _Model:
 
     def close(self) -> None:
         self._take_out()
+        if self._host is not None:  # what was drawn may still name the pipeline
+            self._host.leave()
         self._base = self._host = self._weights = None
 
 
