@@ -335,22 +335,3 @@ def test_memory_savers_are_honoured_or_reported(accelerated):
     pipe.vae.disable_tiling()
     assert not same(tiled, images(pipe, "sd1"))
     assert through_engines(pipe)
-
-
-# --- ControlNet
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_controlnet(count, accelerated):
-    pipe = accelerated("controlnet", controlnets=count)
-    before = pipelines.make("controlnet", controlnets=count)
-    many = (lambda value: [value] * 2) if count == 2 else (lambda value: value)
-    for scale in (0.3, 1.0):
-        options = {"controlnet_conditioning_scale": many(scale), "image": many(pipelines.picture())}
-        found = images(pipe, "controlnet", **options)
-        assert same(found, images(before, "controlnet", **options))
-        assert through_engines(pipe), pipe.sdaccel.last_report
-        assert not same(found, images(plain("sd1"), "sd1"))
-    options["guess_mode"] = True
-    assert same(images(pipe, "controlnet", **options), images(before, "controlnet", **options))
-    assert through_engines(pipe), pipe.sdaccel.last_report
