@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 import sdaccel
-from sdaccel import model_cache
+from sdaccel import draw, model_cache
 from sdaccel.backends import base
 from sdaccel.backends.cuda.plan import PLAN, ExecutionPlan
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components
@@ -30,6 +30,7 @@ from sdaccel.jobs.storage import Folder
 from sdaccel.jobs.task import BatchTask, ImageTask, Options
 from sdaccel.models.checkpoint import open_checkpoint
 from sdaccel.profile import ImageProfile, Range
+from sdaccel.ui.studio import Studio
 from tests import pipelines
 from tests.backends.cuda.test_backend import OnCpu
 from tests.tolerances import PIPELINE_MAX_ABS
@@ -274,3 +275,24 @@ def test_a_model_whose_file_is_another_now_is_opened_anew(two, tmp_path, opened)
     after = painter.draw(third)
     assert abs(before.astype(int) - after).max() > 8 and opened == [third, two.models[0], third]
     painter.worker.close()
+
+
+def test_the_pages_keep_models_too(two, monkeypatch):
+    monkeypatch.setenv("SDACCEL_BACKEND", "onnxruntime")
+    found, plain = [], draw.open_on_host
+    monkeypatch.setattr(draw, "open_on_host", lambda it, *rest: (found.append(it.origin), plain(it, *rest))[1])
+    studio, request = Studio(Store(two.store)), draw.Request("a red circle", "", 64, 64, 2, 5.0, 3)
+
+    def drawn(model):
+        result = studio.draw(model, request, progress=lambda stage, fraction: None)
+        assert result.ok and not result.fallbacks
+        return np.asarray(result.images[0].image)
+
+    images = [drawn(model) for model in two.models]
+    assert abs(images[0].astype(int) - images[1]).max() > 8
+    assert all(np.array_equal(drawn(model), image) for model, image in zip(two.models, images, strict=True))
+    assert found == two.models and studio._kept.keys() == two.models[:1]
+    pipe = weakref.ref(studio._kept._models[two.models[0]][0].pipe)
+    studio.forget()
+    gc.collect()
+    assert pipe() is None

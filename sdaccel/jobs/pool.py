@@ -256,15 +256,17 @@ class Processes:
 class _Place:
     gpu: str | None
     threads: int | None
+    workers: int = 1
+    """As many share this machine's RAM."""
 
 
 def _places(count: int) -> list[_Place]:
     """A GPU for each worker in turn, or its share of the processor's cores."""
     gpus = _gpus()
     if gpus:
-        return [_Place(gpus[i % len(gpus)], None) for i in range(count)]
+        return [_Place(gpus[i % len(gpus)], None, count) for i in range(count)]
     share = max(1, (os.cpu_count() or 1) // count) if count > 1 else None
-    return [_Place(None, share)] * count
+    return [_Place(None, share, count)] * count
 
 
 def _gpus() -> list[str]:
@@ -355,6 +357,10 @@ def _serve(pipe: Any, options: Options, place: _Place) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
     if place.threads is not None:
         os.environ[settings.THREADS.name] = os.environ["OMP_NUM_THREADS"] = str(place.threads)
+    if settings.MODEL_CACHE.value() is None:
+        from sdaccel.model_cache import GIB, budget_by_setting
+
+        os.environ[settings.MODEL_CACHE.name] = f"{budget_by_setting() / GIB / place.workers:.3f}"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and that one tells us
     if not settings.DEBUG.value():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Draws in this process for the pages: one model stays open, its engines swapped in and out."""
+"""Draws in this process for the pages: the models used last stay open, engines swapped in and out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sdaccel.ui.requests import BuildRequest, backend_of, open_checkpoint
 
 if TYPE_CHECKING:
     from sdaccel.draw import Request, Result
+    from sdaccel.model_cache import HostWeights, ModelCache
     from sdaccel.models.checkpoint import Checkpoint
 
 Progress = Callable[[str, float], None]
@@ -34,17 +35,40 @@ class _Open:
     """The one that it came with."""
     colours: Any
     """Latents → RGB, see `colour_map`; None where they could not be told."""
+    host: HostWeights
+    device: str
     engines: tuple[str, ...] = ()
     """Keys of the engines swapped in; empty: plain torch."""
+
+    @property
+    def changed(self) -> bool:
+        return any(component.changed for component in self.checkpoint.components.values())
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.nbytes
+
+    def park(self) -> None:
+        """Without engines, and off the GPU."""
+        from sdaccel.integrations.diffusers import restore
+
+        restore(self.pipe)
+        self.engines = ()
+        self.host.leave()
+
+    close = park
 
 
 class Studio:
     """One call draws at a time; others wait."""
 
     def __init__(self, store: Store):
+        from sdaccel.model_cache import ModelCache
+
         self.store = store
         self._lock = threading.Lock()
         self._open: _Open | None = None
+        self._kept: ModelCache[_Open] = ModelCache()
 
     def draw(
         self, model: str, request: Request, *, engines: bool = True, progress: Progress, show: Show | None = None
@@ -93,21 +117,33 @@ class Studio:
         )
 
     def forget(self) -> None:
-        """Lets go of the open model and its memory."""
+        """Lets go of all models and their memory."""
         with self._lock:
             self._open = None
+            self._kept.clear()
 
     def _opened(self, model: str, request: Request, progress: Progress) -> _Open:
-        from sdaccel.draw import open_pipeline
+        from sdaccel.draw import device_for, open_on_host
+        from sdaccel.model_cache import HostWeights
 
-        if self._open is None or self._open.model != model:
-            self._open = None  # first, so that two do not lie in memory at once
-            progress("opening the model", 0.0)
+        if self._open is not None and self._open.model == model:
+            return self._open
+        if self._open is not None:  # first, so that two do not lie in a GPU's memory at once
+            last, self._open = self._open, None
+            self._kept.keep(last.model, last)
+        progress("opening the model", 0.0)
+        opened = self._kept.take(model)
+        if opened is None or opened.changed:
             checkpoint = open_checkpoint(BuildRequest(model=model))
-            pipe = open_pipeline(checkpoint, replace(request, scheduler=None), None, backend_of(BuildRequest()))
-            progress("opening the model", 0.0)
-            self._open = _Open(model, checkpoint, pipe, pipe.scheduler, colour_map(pipe))
-        return self._open
+            backend = backend_of(BuildRequest())
+            pipe = open_on_host(checkpoint, replace(request, scheduler=None), None, backend)
+            opened = _Open(model, checkpoint, pipe, pipe.scheduler, None, HostWeights(pipe), device_for(backend))
+        opened.host.move(opened.device)
+        if opened.colours is None:
+            opened.colours = colour_map(opened.pipe)
+        progress("opening the model", 0.0)
+        self._open = opened
+        return opened
 
     def _drawn(self, opened: _Open, request: Request, engines: bool, progress: Progress, show: Show | None) -> Result:
         from sdaccel.draw import draw, fit_pipeline, largest_batch, with_size
@@ -143,6 +179,7 @@ class Studio:
             backend=backend_of(BuildRequest()).name,
             components=components_needed(opened.checkpoint, request),
             build="never",
+            checkpoint=opened.checkpoint,
         )
         opened.engines = there
 

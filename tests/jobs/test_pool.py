@@ -128,6 +128,7 @@ def test_cores_and_gpus_are_shared_out(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert [place.threads for place in _places(3)] == [2, 2, 2] and _places(1)[0].threads is None
+    assert [place.workers for place in _places(3)] == [3, 3, 3] and _places(1)[0].workers == 1
 
 
 @pytest.mark.parametrize("count", [0, 65])
