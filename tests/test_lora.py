@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,18 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+import sdaccel
+from sdaccel import cli
 from sdaccel.adapters import Layer
+from sdaccel.builder import build
 from sdaccel.draw import Request, draw, open_pipeline, report_lines
 from sdaccel.errors import ModelError, SettingError
 from sdaccel.lora import LiveWeights, Lora, applied
 from sdaccel.models.checkpoint import open_checkpoint
 from sdaccel.models.demo import GUIDANCE_SCALE, demo_lora_path, demo_model_path
+from sdaccel.profile import parse_profiles
 from sdaccel.runtime import ComponentRun, RunReport
 from tests import pipelines
-from tests.integrations.conftest import error, images, same
+from tests.integrations.conftest import error, images, same, through_engines
 from tests.integrations.test_patches import lora
 from tests.tolerances import PIPELINE_MAX_ABS
 
@@ -298,6 +304,49 @@ def test_on_a_gpu_weights_stay_where_they_are(tmp_path, monkeypatch, spare):
     weights.set([])
     assert equal(weights_of(pipe), before)
     assert places == {name: each.data_ptr() for name, each in pipe.unet.named_parameters()}
+
+
+def test_engines_follow(sd1, untouched, style, other, tmp_path):
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=pipelines.shared_store())
+    weights, found = LiveWeights(pipe), {}
+    for loras in ((), (style,), (other,), (style,), (other, Lora(style.path, -0.3)), ()):
+        weights.set(loras)
+        image = images(pipe, "sd1")
+        report = pipe.sdaccel.last_report
+        weights.tell(report)
+        assert through_engines(pipe), report
+        names = sorted(f"{lora.name}:{lora.scale:g}" for lora in loras)
+        assert {name: run.adapters for name, run in report.components.items()} == {
+            "text_encoder": names, "unet": names, "vae_decoder": [],
+        }  # fmt: skip
+        with applied(sd1, loras):
+            assert same(image, images(sd1, "sd1"))
+        assert np.array_equal(found.setdefault(loras, image), image)
+    assert error(found[style,], found[()]) > PIPELINE_MAX_ABS
+
+
+def test_generate_draws_with_the_demo_lora_through_engines(tmp_path, capsys):
+    store = pipelines.shared_store()
+    profiles = parse_profiles(["128"], ["1"], ["77"], native=256)
+    build(demo_model_path(), components=["unet"], profiles=profiles, store=store, check=False)
+
+    def generate(*arguments: str) -> tuple[np.ndarray, dict[str, Any]]:
+        path = tmp_path / f"{len(arguments)}.png"
+        common = ["--res", "128", "--steps", "4", "--seed", "1", "-o", str(path), "--json"]
+        common += ["--store", str(store.root), "--build", "never"]
+        assert cli.run(["generate", "a red circle on a blue background", *common, *arguments]) == 0
+        return np.asarray(Image.open(path), dtype=int), json.loads(capsys.readouterr().out)["reports"][0]
+
+    style = ["--lora", f"{demo_lora_path()}:10"]
+    found, report = generate(*style)
+    expected, _ = generate(*style, "--no-engine")
+    assert {fallback["component"] for fallback in report["fallbacks"]} == {"text_encoder", "vae_decoder"}
+    assert {name: (run["calls"] > 0, run["adapters"]) for name, run in report["components"].items()} == {
+        "text_encoder": (False, []), "unet": (True, ["blueprint:10"]), "vae_decoder": (False, []),
+    }  # fmt: skip
+    assert np.abs(found - expected).max() <= 1
+    plain, _ = generate()
+    assert np.abs(found - plain).max() > 50
 
 
 # ---- what is told, and what is refused

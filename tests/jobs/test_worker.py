@@ -158,6 +158,7 @@ def test_loras_act_on_their_own_jobs_alone(tiny_store, tmp_path):
         details = metadata.read(tmp_path / "out" / entry.name).details or {}
         runs = [run for report in details["reports"] for run in report["components"].items()]
         told.append({(name, adapter) for name, run in runs for adapter in run["adapters"]})
+        assert all(run["calls"] and not run["torch_calls"] for _, run in runs)
     assert told == [set(), {("unet", "style:1.5")}, set()]
 
 
