@@ -13,7 +13,7 @@ import sdaccel
 from sdaccel.errors import ExportError, ModelError
 from sdaccel.models.checkpoint import controlnets, open_checkpoint
 from tests import pipelines
-from tests.integrations.conftest import images, plain, reasons, same, through_engines
+from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
 from tests.integrations.test_patches import ip_adapter, residual, unet_inputs
 from tests.tolerances import PIPELINE_MAX_ABS
 
@@ -97,6 +97,19 @@ def test_a_size_outside_every_profile_is_torch(pair):
     assert same(images(ours, "controlnet", image=image), images(theirs, "controlnet", image=image))
     assert "width 160 is outside" in reasons(ours)["controlnet"]
     assert "width 20 is outside" in reasons(ours)["unet"]
+
+
+def test_half_precision(pair):
+    """Residuals come in the pipeline's type, the engine computes in float32."""
+    ours = pipelines.make("controlnet").to(torch.bfloat16)
+    sdaccel.accelerate(ours, store=pipelines.shared_store())
+    with torch.no_grad():
+        call = {key: value.bfloat16() if isinstance(value, torch.Tensor) else value for key, value in inputs().items()}
+        down, mid = ours.controlnet(**call, conditioning_scale=0.5, return_dict=False)
+    assert {residual.dtype for residual in (*down, mid)} == {torch.bfloat16}
+    found = images(ours, "controlnet")
+    assert through_engines(ours), ours.sdaccel.last_report
+    assert error(found, images(pair("controlnet")[1], "controlnet")) < 0.1
 
 
 def test_where_the_scale_is_0_nothing_is_computed(pair):

@@ -54,7 +54,16 @@ def memory_for(nbytes: int):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("sd1", torch.float16), ("sdxl", torch.float16), ("sd1", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("sd1", torch.float16),
+        ("sdxl", torch.float16),
+        ("sd1", torch.bfloat16),
+        ("controlnet", torch.float16),
+        ("sdxl-controlnet", torch.float16),
+    ],
+)
 def test_like_torch(store, kind, dtype):
     """All that SDXL has runs in float16 too: its VAE, which torch runs in float32."""
     expected = [image(on_gpu(kind, dtype), kind, seed) for seed in (5, 6)]

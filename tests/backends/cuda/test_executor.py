@@ -13,6 +13,7 @@ from sdaccel.backends.cuda.executor import Executor, _skippable
 from sdaccel.backends.cuda.launch import KernelCache
 from sdaccel.backends.cuda.load_weights import load_weights
 from sdaccel.backends.cuda.lower import lower
+from sdaccel.backends.cuda.ops import standard
 from sdaccel.backends.cuda.plan import CONSTANTS, PLAN, ExecutionPlan
 from sdaccel.engine.weights import FILE
 from sdaccel.errors import BackendError, EngineBroken, UnsupportedCall
@@ -74,6 +75,23 @@ def test_what_the_prologue_may_skip_outlives_it(exported):
     of_prompt = {step.outputs[0] for step in plan.prologue if step.inputs[0] in PROMPT_INPUTS}
     assert skipped == of_prompt
     assert skipped - {name for step in plan.steps for name in step.inputs}
+
+
+@pytest.mark.parametrize("name", ["unet-sd1", "unet-sdxl"])
+def test_residuals_that_are_left_out_cost_nothing(exported, name):
+    """No sum is computed for them, and calls that have them change nothing for those that have not."""
+    model = exported(name)
+    executor = executor_of(model)
+    spec = component_spec(model.component, model.config)
+    given = spec.random_inputs({"batch": 2, "height": 8, "width": 6, "tokens": 77}, optional=True)
+    plain = {tensor.name: given[tensor.name] for tensor in spec.inputs if not tensor.optional}
+    before = executor.run(plain)["sample_out"]
+    x = torch.ones(1)
+    assert standard.add({}, x, None) is x and standard.add({}, None, x) is x
+    assert (executor.run(given)["sample_out"] - before).abs().max() > 0.01
+    assert torch.equal(executor.run(plain)["sample_out"], before)
+    zeros = {name: torch.zeros_like(value) for name, value in given.items() if name not in plain}
+    assert torch.equal(executor.run({**plain, **zeros})["sample_out"], before)
 
 
 def test_every_weight_is_read_once_and_joined_ones_share_memory(exported):
