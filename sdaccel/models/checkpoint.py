@@ -38,7 +38,7 @@ class Checkpoint:
     """"folder", "file" or "pipeline"."""
     family: Family
     components: dict[str, Component]
-    """By name; of a live pipeline its ControlNets too: controlnet, controlnet_1, …"""
+    """By name, and the ControlNets that it has: controlnet, controlnet_1, …"""
     scheduler: dict[str, Any]
     """The scheduler's config, with prediction_type."""
     native_side: int
@@ -191,6 +191,15 @@ def _open_folder(
             continue
         found = _folder_tensors(part, allow_pickle, wanted, notes)
         components[name] = _component(name, config, found, notes, ignored, str(part))
+    for name in _controlnet_folders(folder, index):
+        part = folder / name
+        config = read_json(part / "config.json")
+        kind = str(config.get("_class_name", "ControlNetModel"))
+        if kind != "ControlNetModel":
+            notes.append(f"{name} is a {kind}: it stays in torch.")
+            continue
+        found = _folder_tensors(part, allow_pickle, wanted, notes)
+        components[name] = Component("controlnet", config, _unchecked(found, str(part))[0])
     _require_variant(folder, wanted, components, notes)
     family = detect_family(configs["unet"], {name for name in configs if name.startswith("text")})
     if vae is not None:
@@ -209,6 +218,16 @@ def _kind(index: Mapping[str, Any], name: str) -> str | None:
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
         return None
     return entry[1]
+
+
+def _controlnet_folders(folder: Path, index: Mapping[str, Any]) -> list[str]:
+    """controlnet, controlnet_1, …: those of a model that was saved with ControlNets."""
+    if _kind(index, "controlnet") is None:
+        return []
+    names = ["controlnet"]
+    while (folder / f"controlnet_{len(names)}").is_dir():
+        names.append(f"controlnet_{len(names)}")
+    return names
 
 
 def _folder_scheduler(folder: Path, notes: list[str]) -> dict[str, Any]:

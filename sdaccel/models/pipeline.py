@@ -35,7 +35,11 @@ def load_pipeline(checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32,
     """
     if checkpoint.path is None:
         raise ModelError("this checkpoint was opened from a live pipeline.", hint="Use that pipeline itself.")
-    modules = {name: _module(component, dtype) for name, component in checkpoint.components.items()}
+    modules = {
+        name: _module(component, dtype)
+        for name, component in checkpoint.components.items()
+        if component.name != "controlnet"  # diffusers loads them, as it knows how they belong together
+    }
     if checkpoint.kind == "folder":
         return _from_folder(checkpoint.path, checkpoint, modules, dtype)
     return _from_file(checkpoint.path, checkpoint, modules, tokenizer)

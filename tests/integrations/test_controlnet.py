@@ -12,6 +12,7 @@ from diffusers import ControlNetModel, ControlNetUnionModel, StableDiffusionXLCo
 import sdaccel
 from sdaccel.errors import ExportError, ModelError
 from sdaccel.models.checkpoint import controlnets, open_checkpoint
+from sdaccel.models.pipeline import load_pipeline
 from tests import pipelines
 from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
 from tests.integrations.test_patches import ip_adapter, residual, unet_inputs
@@ -259,6 +260,22 @@ def test_a_checkpoint_names_controlnets_as_diffusers_saves_them():
     images(pipe, "controlnet", **call("controlnet", 2, **CALLS["scale 1"]))
     assert through_engines(pipe), pipe.sdaccel.last_report
     assert pipe.sdaccel.last_report.components["controlnet"].calls == 4
+
+
+def test_a_model_saved_with_controlnets_is_built_with_them(tmp_path, pair):
+    """From the folder's files alone: what `accelerate` would have built of the pipeline."""
+    pipe, _ = pair("controlnet", 2)
+    pipe.save_pretrained(tmp_path)
+    built = sdaccel.build(tmp_path, store=pipelines.shared_store(), components=["controlnet"])
+    engines = pipe.sdaccel.engines()
+    assert [[entry.key] for entry in built] == [engines["controlnet"], engines["controlnet_1"]]
+    loaded = load_pipeline(open_checkpoint(tmp_path))
+    assert [*controlnets(loaded)] == ["controlnet", "controlnet_1"]
+    state, same_state = (net.controlnet.nets[1].state_dict() for net in (pipe, loaded))
+    assert all(torch.equal(state[name], same_state[name]) for name in state)
+    (tmp_path / "controlnet_1" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="controlnet_1: no weights"):
+        open_checkpoint(tmp_path)
 
 
 # --- what cannot be, or has changed
