@@ -161,9 +161,9 @@ class RunReport:
                     ids = ", ".join(key[:12] for key in run.engines)
                     parts.append(f"engine {ids} ({run.backend}) {_calls(run.calls)}, {run.milliseconds:.0f} ms")
                 if run.torch_calls:
-                    with_adapters = f" with {', '.join(run.adapters)}" if run.adapters else ""
-                    parts.append(f"torch{with_adapters} {_calls(run.torch_calls)}, {run.torch_milliseconds:.0f} ms")
-                lines.append(f"{name}: {'; '.join(parts)}")
+                    parts.append(f"torch {_calls(run.torch_calls)}, {run.torch_milliseconds:.0f} ms")
+                with_adapters = f" with {', '.join(run.adapters)}" if run.adapters else ""
+                lines.append(f"{name}{with_adapters}: {'; '.join(parts)}")
             lines += [f"in torch: {f.component}, {_calls(f.calls)}: {f.reason}" for f in self.fallbacks]
             return "\n".join([*lines, *self.notes, *(f"failed: {text}" for text in self.failed)])
 

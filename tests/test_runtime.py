@@ -203,7 +203,7 @@ def test_a_report_turns_into_json_and_reads_well():
     assert found["fallbacks"] == [{"component": "unet", "reason": "adapters are active", "calls": 2}]
     assert found["notes"] == ["a note"] and found["ok"] is True
     assert str(report).splitlines() == [
-        "unet: engine ffffffffffff (pretended) 20 calls, 30 ms; torch with style 1 call, 4 ms",
+        "unet with style: engine ffffffffffff (pretended) 20 calls, 30 ms; torch 1 call, 4 ms",
         "in torch: unet, 2 calls: adapters are active",
         "a note",
     ]

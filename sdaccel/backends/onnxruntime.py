@@ -168,15 +168,16 @@ class OnnxRuntime(Backend):
         shared: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> LoadedEngine:
         plan = (folder / PLAN).read_bytes()
+        known = _Weights.read(folder, weights)
 
         def session(changed: Mapping[str, np.ndarray]) -> ort.InferenceSession:
             options = self._options(weights, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
             if changed:
                 held = [ort.OrtValue.ortvalue_from_numpy(value) for value in changed.values()]
                 options.add_external_initializers(list(changed), held)
-            return self._session(plan, options)
+            return self._session(_with_shapes(plan, changed, known.grown(changed)), options)
 
-        return _Engine(session, _Weights.read(folder, weights), inputs)
+        return _Engine(session, known, inputs)
 
     def _options(self, weights: Path, level: Any) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -266,13 +267,16 @@ class _Weights:
         """The initializers that hold this weight, with the patch. Raises UnsupportedCall."""
         base = self._base[name].read()
         value = patch.apply(base)
-        if value.shape != base.shape:
-            raise UnsupportedCall(f"{name} is {list(value.shape)} now, the engine holds {list(base.shape)}.")
-        array = _array(value, base.dtype)
-        return {
-            initializer: onnxruntime_refit.laid_out(array, layout).reshape(shape)
-            for initializer, layout, shape in self._initializers[name]
-        }
+        array, found = _array(value, base.dtype), {}
+        for initializer, layout, shape in self._initializers[name]:
+            laid = onnxruntime_refit.laid_out(array, layout)
+            found[initializer] = laid.reshape(shape) if value.shape == base.shape else laid
+        return found
+
+    def grown(self, changed: Mapping[str, np.ndarray]) -> list[str]:
+        """Those of these initializers that have another number of rows than in the plan."""
+        shapes = {name: shape for uses in self._initializers.values() for name, _, shape in uses}
+        return [name for name, value in changed.items() if value.shape != shapes[name]]
 
 
 class _Values:
@@ -295,6 +299,24 @@ class _Values:
         if tensor.data_location != tensor.EXTERNAL:
             return np.array(numpy_helper.to_array(tensor))
         return _read(self._data, *_extent(tensor)).view(_ARRAYS[tensor.data_type]).reshape(tuple(tensor.dims))
+
+
+def _with_shapes(plan: bytes, values: Mapping[str, np.ndarray], names: Collection[str]) -> bytes:
+    """The plan with these initializers in the shapes of their values. Raises UnsupportedCall."""
+    if not names:
+        return plan
+    try:
+        import onnx
+    except ImportError:
+        raise UnsupportedCall(
+            f"{min(names)} has become larger, which needs the package onnx.", hint="Run: python -m pip install onnx"
+        ) from None
+    model = onnx.load_model_from_string(plan)
+    for tensor in model.graph.initializer:
+        if tensor.name in names:
+            tensor.dims[:] = values[tensor.name].shape
+            _place(tensor, "", 0, values[tensor.name].nbytes)
+    return model.SerializeToString()
 
 
 @dataclass(frozen=True)

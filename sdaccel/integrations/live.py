@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sdaccel.engine.patch import Patch
+from sdaccel.errors import UnsupportedCall
 
 Sums = Callable[[Tensor], int]
 """Of a tensor's bits, whatever it has cost to get them"""
@@ -83,9 +84,8 @@ class Wrapped:
                 continue
             name = f"{self.name}.{parameter}" if self.name else parameter
             edit = edits.get(name)
-            found[name] = Patch(
-                (edit.key if edit else None, *key), self._applied(parameter, edit, terms, scale), self.adapters
-            )
+            names = (*self.adapters, *(edit.adapters if edit else ()))
+            found[name] = Patch((edit.key if edit else None, *key), self._applied(parameter, edit, terms, scale), names)
         return found
 
     def _applied(
@@ -131,7 +131,13 @@ class Wrapped:
             )
             if scale != 1:
                 outer.__dict__["scaling"] = {name: value * scale for name, value in layer.scaling.items()}  # type: ignore[union-attr,operator]
-            outer.merge(adapter_names=list(names))  # type: ignore[operator]
+            try:
+                outer.merge(adapter_names=list(names))  # type: ignore[operator]
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+                reason = str(error).split("\n")[0].removesuffix(".")
+                raise UnsupportedCall(f"{', '.join(names)} around {self.name} cannot be merged: {reason}.") from error
         return inner._parameters[parameter].data  # type: ignore[union-attr]
 
 

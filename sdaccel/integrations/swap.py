@@ -189,6 +189,7 @@ class Swap:
                     raise UnsupportedCall(f"{reason}.")
                 self._check(target, args, kwargs)
                 result = self.run(target._replace(patches=self.watch.patches()), *args, **kwargs)
+                self._tell_edits(target)
             except FALLBACK_ERRORS as error:
                 if not target.fallback:
                     raise
@@ -207,6 +208,12 @@ class Swap:
         hooked = bool(module._forward_hooks or module._forward_pre_hooks)
         wrapped = module.__dict__.get(self.method) is not self._replacement
         return self.watch.reason(careful=target.careful or hooked or wrapped)
+
+    def _tell_edits(self, target: Target) -> None:
+        edits = self.watch.edits
+        if edits:
+            what = edits[0] if len(edits) == 1 else f"{len(edits)} weights, {edits[0]} first,"
+            target.report.note(f"{self.component}: {what} changed since the build; the engine has taken that over.")
 
     def run(self, target: Target, /, *args: Any, **kwargs: Any) -> Any:
         """What the method returns, computed by an engine. Raises one of `FALLBACK_ERRORS`."""

@@ -84,6 +84,9 @@ _FREE_OF_ROOT = frozenset(
 _FUSED = frozenset({"to_qkv", "to_kv"})
 
 
+_OF_EMBEDDINGS = ("embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
 class ModuleWatch:
     """Watches one module from the moment it is made.
 
@@ -108,6 +111,8 @@ class ModuleWatch:
         """Around a module of our own, by its name, the outermost first."""
         self._changed: list[_Part] = []
         self._wrapped: list[Wrapped] = []
+        self.edits: list[str] = []
+        """Names of weights that differ from the engine's, and not by adapters."""
         self._patches: dict[float, Patches] = {}
         self._sums = _Sums()
         self._attentions = [part for part in self._parts if hasattr(part.module, "processor")]
@@ -232,6 +237,8 @@ class ModuleWatch:
                 return f"{name} of the class {owner.__name__} has been replaced"
         self._adapter_layers = {}
         for part in self._changed:
+            for key, known, new in part.replaced_embeddings():
+                self._take_for(part, key, known, new)
             reason = part.reason(part is self._root, self._adapter_layers)
             if reason:
                 return reason
@@ -240,6 +247,15 @@ class ModuleWatch:
                 if part.drops_out():
                     return "the module is in training mode and has dropout"
         return None
+
+    def _take_for(self, parent: _Part, key: str, known: nn.Module, new: nn.Module) -> None:
+        """A table of embeddings that stands where another stood: vocabularies grow and shrink so."""
+        parent.children[key] = new
+        for part in self._parts:
+            if part.module is known:
+                for weight in self._weights:
+                    weight.move(part.parameters, new._parameters)
+                part.become(new)
 
     def _adapted(self) -> str | None:
         self._wrapped = [
@@ -287,14 +303,21 @@ class ModuleWatch:
             self._patches = {1.0: found}
 
     def _patches_now(self, scale: float) -> Patches:
-        edits = {weight.name: weight.patch() for weight in self._weights if weight.edited()}
+        edits = {
+            weight.name: weight.patch(self._merged_around(weight.name)) for weight in self._weights if weight.edited()
+        }
+        self.edits = [name for name, patch in edits.items() if not patch.adapters]
         if not edits and not self._wrapped:
             return NOTHING
         self._sums.read([tensor for wrapped in self._wrapped for tensor in wrapped.tensors()])
-        found = dict(edits)
+        found: dict[str, Patch] = dict(edits)
         for wrapped in self._wrapped:
             found.update(wrapped.patches(edits, self._sums, scale))
         return found
+
+    def _merged_around(self, weight: str) -> tuple[str, ...]:
+        layers = self._adapter_layers.get(weight.rpartition(".")[0], ())
+        return tuple(dict.fromkeys(name for layer in layers for name in getattr(layer, "merged_adapters", ())))
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -376,6 +399,27 @@ class _Part:
         # Not what the engine computes from the start on.
         processor = getattr(module, "processor", None)
         self._special = (processor is not None and not _is_plain(processor)) or bool(getattr(module, "s1", None))
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter | None]:
+        return self._parameters
+
+    def replaced_embeddings(self) -> list[tuple[str, nn.Module, nn.Module]]:
+        """(name, the child that was, the child that is)"""
+        return [
+            (key, known, new)
+            for key, known in self.children.items()
+            if isinstance(new := self.module._modules.get(key), nn.Module) and new is not known
+            if type(known) is type(new) is nn.Embedding
+            if not new._forward_hooks and not new._forward_pre_hooks
+            if all(getattr(known, name) == getattr(new, name) for name in _OF_EMBEDDINGS)
+        ]
+
+    def become(self, module: nn.Module) -> None:
+        self.module = module
+        self._attributes = dict(module.__dict__)
+        self._parameters = module._parameters
+        self._hooks, self._pre_hooks = module._forward_hooks, module._forward_pre_hooks
 
     def weights(self) -> list[_Weight]:
         return [
@@ -539,15 +583,20 @@ class _Weight:
         if now is not None:
             self._shared, self._seen = now.data_ptr(), self._state(now)
 
+    def move(self, parameters: dict[str, nn.Parameter | None], to: dict[str, nn.Parameter | None]) -> None:
+        """``to`` took the place of ``parameters``."""
+        if self._parameters is parameters:
+            self._parameters, self._seen, self._shared = to, None, None
+
     def unshare(self) -> None:
         self._shared = self._seen = None
 
     def edited(self) -> bool:
         return self._finding == EDITED
 
-    def patch(self) -> Patch:
-        """The parameter as it is now."""
-        return Patch(("edit", *self._bits, self._now), self._value, edit=True)
+    def patch(self, adapters: tuple[str, ...]) -> Patch:
+        """The parameter as it is now. ``adapters``: names of those that are merged into it."""
+        return Patch(("edit", *self._bits, self._now), self._value, adapters, edit=True)
 
     def _value(self, base: torch.Tensor) -> torch.Tensor:
         now = self.now()
@@ -569,12 +618,16 @@ class _Weight:
 
     def compare(self) -> str:
         now = self.now()
-        if now is None or tuple(now.shape) != self.shape or now.is_meta:
+        if now is None or now.is_meta:
             return EDITED
         if not self.unread(now):
             return self._finding
         self._seen = self._state(now)
-        self._finding = self._compare(now)
+        if tuple(now.shape) == self.shape:
+            self._finding = self._compare(now)
+        else:
+            self._bits, self._now = (now.dtype, int(_sum_of_bits(now))), repr(now.shape).encode()
+            self._finding = EDITED
         return self._finding
 
     def accept(self) -> None:

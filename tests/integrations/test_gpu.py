@@ -165,3 +165,68 @@ def test_moved_away_and_back(store):
     assert "on cpu" in reasons(pipe)["unet"]
     pipe.to("cuda", torch.float16)
     assert alike(image(pipe, "sd1"), expected) and through_engines(pipe)
+
+
+def test_adapters_in_place(store):
+    """LoRA over every layer: like torch; the same bits each time; CUDA graphs and the module's weights stay."""
+    import peft
+
+    pipe, other = sdaccel.accelerate(on_gpu("sdxl"), store=store), on_gpu("sdxl")
+    base = image(pipe, "sdxl")
+    layers = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "conv1", "conv2", "proj_in"]
+    layers += ["downsamplers.0.conv", "upsamplers.0.conv", "time_emb_proj", "conv_in", "conv_out"]
+    kept = {name: parameter.detach().clone() for name, parameter in pipe.unet.named_parameters()}
+    for seed, name in enumerate("ab"):
+        for each in (pipe, other):
+            torch.manual_seed(seed)
+            config = {"r": 4, "init_lora_weights": False, "target_modules": layers, "use_dora": name == "b"}
+            each.unet.add_adapter(peft.LoraConfig(**config), name)
+            each.unet.to("cuda", torch.float16)
+    executor = next(iter(pipe.sdaccel.contexts["unet"]._loaded.values())).executor
+    seen: dict[str, Any] = {}
+    graphs = None
+    for turn in range(6):
+        name = "ab"[turn % 2]
+        for each in (pipe, other):
+            each.unet.set_adapters([name], [0.8])
+        found = image(pipe, "sdxl")
+        assert through_engines(pipe) and pipe.sdaccel.last_report.components["unet"].adapters == [name]
+        if name not in seen:
+            assert alike(found, image(other, "sdxl")) and not alike(found, base)
+        assert np.array_equal(found, seen.setdefault(name, found))
+        if turn >= 1:
+            assert graphs in (None, [id(captured.main) for captured in executor._captured.values()])
+            graphs = [id(captured.main) for captured in executor._captured.values()]
+    for name, parameter in pipe.unet.named_parameters():
+        plain = name.replace(".base_layer", "")
+        assert "lora_" in name or torch.equal(parameter, kept[plain])
+    pipe.unet.unload_lora()
+    assert np.array_equal(image(pipe, "sdxl"), base) and through_engines(pipe)
+    with torch.no_grad():
+        pipe.unet.conv_in.weight.mul_(1.1)
+        other.unet.unload_lora()
+        other.unet.conv_in.weight.mul_(1.1)
+    assert alike(image(pipe, "sdxl"), image(other, "sdxl")) and through_engines(pipe)
+
+
+def test_weights_edited_in_place_reach_the_engine(store):
+    """The memory is one; and the sums of an upsampler's taps are made again."""
+    pipe, other = sdaccel.accelerate(on_gpu("sd1"), store=store), on_gpu("sd1")
+    before = image(pipe, "sd1")
+    for each in (pipe, other):
+        for name, parameter in each.unet.named_parameters():
+            if "upsamplers" in name or "conv_out" in name:
+                parameter.data.mul_(1.3)
+    found = image(pipe, "sd1")
+    assert through_engines(pipe), pipe.sdaccel.last_report
+    assert alike(found, image(other, "sd1")) and not np.array_equal(found, before)
+
+
+def test_textual_inversion_and_lora_of_the_text_encoder(store):
+    pipe, other = sdaccel.accelerate(on_gpu("sd1"), store=store), on_gpu("sd1")
+    vectors = torch.randn(5, 12, generator=torch.Generator().manual_seed(9))
+    for each in (pipe, other):
+        each.load_textual_inversion({"<mine>": vectors}, token="<mine>")
+    found = image(pipe, "sd1", prompt="a <mine> circle")
+    assert through_engines(pipe), pipe.sdaccel.last_report
+    assert alike(found, image(other, "sd1", prompt="a <mine> circle"))
