@@ -140,6 +140,8 @@ class Layer:
             base = weight.detach().float()
             try:
                 found = self._delta(parts, base, scale).reshape(weight.shape)
+            except torch.cuda.OutOfMemoryError:
+                raise
             except (RuntimeError, IndexError, ValueError) as error:
                 shapes = ", ".join(f"{name} {tuple(part.shape)}" for name, part in parts.items())
                 raise ModelError(

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import gradio as gr
 import pytest
+from diffusers import UNet2DConditionModel
+from safetensors.torch import save_file
 
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError, StoreError
@@ -25,6 +27,7 @@ from sdaccel.ui.rows import EngineRow
 from sdaccel.ui.services import Host, Services, models_in
 from sdaccel.ui.tab import Watchers, build_tab, drawing, guarded, watch
 from sdaccel.ui.tasks import Task
+from tests.integrations.test_patches import lora
 
 EVIL = '"><script>alert(1)</script>'
 
@@ -260,6 +263,17 @@ def test_drawing_saves_what_it_drew_and_stops_when_asked(services):
         time.sleep(0.01)
     services.stop("draw")
     assert long.wait(10) and long.state == "cancelled" and len(services.images()) == 2
+
+
+def test_the_report_names_the_loras_of_what_ran(services, tmp_path):
+    (_, model), *_ = services.models()
+    unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet")
+    save_file(lora(unet, "unet", ("to_q",), 1), tmp_path / "ink & oil.safetensors")
+    request = drawing("circle", 64, 64, 1, 3, 5.0)
+    task = services.draw("tiny", replace(request, loras=services.loras(tmp_path / "ink & oil.safetensors:0.5")))
+    assert task.wait(60) and task.state == "done", task.message
+    told = html.report(task.result)
+    assert told.count(" with ink &amp; oil:0.5</td>") == 1
 
 
 def test_verifying_runs_as_a_program_with_progress(services):
