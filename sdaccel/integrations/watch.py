@@ -406,14 +406,18 @@ class _Part:
 
     def replaced_embeddings(self) -> list[tuple[str, nn.Module, nn.Module]]:
         """(name, the child that was, the child that is)"""
-        return [
-            (key, known, new)
-            for key, known in self.children.items()
-            if isinstance(new := self.module._modules.get(key), nn.Module) and new is not known
-            if type(known) is type(new) is nn.Embedding
-            if not new._forward_hooks and not new._forward_pre_hooks
-            if all(getattr(known, name) == getattr(new, name) for name in _OF_EMBEDDINGS)
-        ]
+        found: list[tuple[str, nn.Module, nn.Module]] = []
+        for key, known in self.children.items():
+            new = self.module._modules.get(key)
+            if (
+                type(known) is nn.Embedding
+                and type(new) is nn.Embedding
+                and new is not known
+                and not (new._forward_hooks or new._forward_pre_hooks)
+                and all(getattr(known, name) == getattr(new, name) for name in _OF_EMBEDDINGS)
+            ):
+                found.append((key, known, new))
+        return found
 
     def become(self, module: nn.Module) -> None:
         self.module = module

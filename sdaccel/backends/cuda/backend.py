@@ -236,16 +236,9 @@ class Cuda(Backend):
             raise OutOfMemory(f"the weights do not fit into the GPU's memory: {error}".split("\n")[0]) from error
         except RuntimeError as error:
             raise BackendError(f"the weights cannot be loaded into the GPU: {error}".split("\n")[0]) from error
-        # Sums of taps are made of these once: an edit of them does not reach the engine.
+        same = frozenset(name for name, value in (shared or {}).items() if _same_memory(value, tensors.get(name)))
         derived = {step.inputs[1] for step in plan.steps if step.op == "UpsampleConv"}
-        return CudaEngine(
-            executor,
-            frozenset(
-                name
-                for name, value in (shared or {}).items()
-                if name not in derived and _same_memory(value, tensors.get(name))
-            ),
-        )
+        return CudaEngine(executor, same - derived, same & derived)
 
     def _device_of(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:
         """The GPU that the module is on, else the current one. Raises BackendError where engines are not for it."""
@@ -265,9 +258,12 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 
 class CudaEngine(LoadedEngine):
-    def __init__(self, executor: Any, shared: frozenset[str] = frozenset()):
+    def __init__(self, executor: Any, shared: frozenset[str] = frozenset(), derived: frozenset[str] = frozenset()):
+        """``derived``: in memory of the module too, but sums of their taps are made of them once."""
         self.executor = executor
-        self.shared = self._lent = shared
+        self.shared = shared
+        self._derived = derived
+        self._lent = shared | derived
         self._held: dict[str, Hashable] = {}
         """Keys of the patches that it computes with."""
 
@@ -285,9 +281,14 @@ class CudaEngine(LoadedEngine):
         }
         new, gone = changes(self._held, mine)
         self._held.update((name, object()) for name in (*new, *gone))  # unknown, should writing fail
+        held = {name: patch.key for name, patch in mine.items()}
+        here = {name for name in (*new, *gone) if name in self._derived and (name in gone or new[name].edit)}
+        here.difference_update(executor.own)
+        executor.remake(here)
+        new, gone = {name: new[name] for name in new if name not in here}, [name for name in gone if name not in here]
         executor.write([*((name, self._effective(name, patch)) for name, patch in new.items()),
                         *((name, functools.partial(executor.base, name)) for name in gone)])  # fmt: skip
-        self._held = {name: patch.key for name, patch in mine.items()}
+        self._held = held
         self.shared = self.shared.difference(executor.own)
 
     def _effective(self, name: str, patch: Patch) -> Callable[[], torch.Tensor]:

@@ -329,8 +329,7 @@ class Executor:
         if not values:
             return
         self._move_out([name for name, _ in values])
-        if self._turns is not None and self._turns.last is not None:
-            torch.cuda.current_stream().wait_event(self._turns.last)
+        self._take_turn()
         for name, value in values:
             found, held = value(), self.weights[name]
             if found.shape != held.shape:
@@ -340,6 +339,23 @@ class Executor:
             else:
                 held.copy_(found)
                 upsample_conv.refresh(held)
+        self._give_turn()
+
+    def remake(self, names: Collection[str]) -> None:
+        """What is made of these weights once, after they have been written to where they are."""
+        if names:
+            with plain_torch(self.device), self._turns.lock if self._turns else nullcontext():
+                self._take_turn()
+                for name in names:
+                    upsample_conv.refresh(self.weights[name])
+                self._give_turn()
+
+    def _take_turn(self) -> None:
+        """The device is to end the replay under way first."""
+        if self._turns is not None and self._turns.last is not None:
+            torch.cuda.current_stream().wait_event(self._turns.last)
+
+    def _give_turn(self) -> None:
         if self._turns is not None:
             self._turns.last = torch.cuda.Event()
             self._turns.last.record()

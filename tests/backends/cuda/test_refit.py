@@ -10,6 +10,7 @@ from sdaccel.backends.cuda.backend import CudaEngine
 from sdaccel.backends.cuda.executor import Executor
 from sdaccel.backends.cuda.headroom import with_headroom
 from sdaccel.backends.cuda.load_weights import load_weights
+from sdaccel.backends.cuda.ops import upsample_conv
 from sdaccel.engine.patch import NOTHING, Patch
 from sdaccel.export.components import component_spec
 from tests.backends.cuda.test_executor import executor_of, plan_of
@@ -140,3 +141,21 @@ def test_an_embedding_that_grows(exported):
     assert torch.isfinite(run(engine, changed)).all()
     engine.refit(NOTHING)
     assert engine.executor.weights[name].shape[0] == rows and torch.equal(run(engine, inputs), base)
+
+
+def test_what_is_made_of_an_edited_weight_is_made_again(exported, monkeypatch):
+    """Where it lies, without a copy of the weight."""
+    model = exported("unet-sd1")
+    own = {name: torch.nn.Parameter(value) for name, value in load_file(model.weights).items()}
+    plan = plan_of(model)
+    weights = load_weights(plan, model.folder, torch.float32, torch.device("cpu"), own)
+    derived = frozenset(step.inputs[1] for step in plan.steps if step.op == "UpsampleConv")
+    assert derived
+    engine = CudaEngine(Executor(plan, weights, torch.float32, torch.device("cpu")), frozenset(), derived)
+    made = []
+    monkeypatch.setattr(upsample_conv, "refresh", lambda weight: made.append(weight.data_ptr()))
+    (name, *_) = derived
+    for key in (1, 2):
+        engine.refit({name: Patch(key, lambda base: base, edit=True)})
+    engine.refit(NOTHING)
+    assert made == 3 * [own[name].data_ptr()] and not engine.executor.own
