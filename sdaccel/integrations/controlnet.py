@@ -37,7 +37,6 @@ class ControlNetSwap(Swap):
         **unknown: Any,
     ) -> Any:
         refused = {"class_labels": class_labels, "timestep_cond": timestep_cond, "attention_mask": attention_mask}
-        # Without adapters the LoRA scale changes nothing.
         refused |= {key: value for key, value in (cross_attention_kwargs or {}).items() if key != "scale"}
         for name, value in (refused | unknown).items():
             if value is not None:
@@ -66,6 +65,9 @@ class ControlNetSwap(Swap):
             if config.addition_embed_type == "text_time":
                 added = added_cond_kwargs or {}
                 inputs["y"] = added_vector(self.module, added.get("text_embeds"), added.get("time_ids"))
+            adapters_scale = (cross_attention_kwargs or {}).get("scale")
+            if adapters_scale is not None and adapters_scale != 1:
+                target = target._replace(patches=self.watch.patches(float(adapters_scale)))
             found = target.run(inputs)
             residuals = [found[name].to(sample.device, sample.dtype) for name in shapes]
             residuals = _scaled(residuals, conditioning_scale, guess_mode and not config.global_pool_conditions)

@@ -364,6 +364,33 @@ def test_edited_weights_of_a_controlnet_are_never_ignored(pair):
     assert abs(expected - images(pair("controlnet")[1], "controlnet")).max() > PIPELINE_MAX_ABS
 
 
+def test_adapters_of_a_controlnet(pair):
+    """A control LoRA (PEFT) in the engine, at the scale of the call too."""
+    from peft import LoraConfig
+
+    ours, theirs = (pipelines.make("controlnet") for _ in range(2))
+    sdaccel.accelerate(ours, store=pipelines.shared_store())
+    for pipe in (ours, theirs):
+        pipe.controlnet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "conv_in"]), "lineart")
+        for name, value in pipe.controlnet.named_parameters():
+            if "lora_" in name:
+                value.data.copy_(residual(*value.shape) / 3)
+        pipe.controlnet.requires_grad_(False)
+    before = images(pair("controlnet")[1], "controlnet")
+    found = images(ours, "controlnet")
+    assert same(found, images(theirs, "controlnet"))
+    assert abs(found - before).max() > PIPELINE_MAX_ABS
+    assert through_engines(ours), ours.sdaccel.last_report
+    assert ours.sdaccel.last_report.components["controlnet"].adapters == ["lineart"]
+    for scale in (0.5, 1.0):
+        options = {"cross_attention_kwargs": {"scale": scale}, "return_dict": False}
+        with torch.no_grad():
+            one, other = (pipe.controlnet(**inputs(**options))[1] for pipe in (ours, theirs))
+        assert (one - other).abs().max() <= PIPELINE_MAX_ABS
+    ours.controlnet.disable_adapters()
+    assert same(images(ours, "controlnet"), before)
+
+
 def test_restore_leaves_no_trace():
     pipe = pipelines.make("controlnet", controlnets=2)
     sdaccel.accelerate(pipe, store=pipelines.shared_store())
