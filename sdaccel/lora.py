@@ -240,7 +240,7 @@ def _naming(lora: Lora, hint: str | None = None) -> Iterator[None]:
 def _unused(adapter: Adapter, fitted: Fitted) -> str:
     """Keys of the file that change nothing, with reasons; empty where all do."""
     rest = [f"{name} ({reason})" for name, reason in {**adapter.refused, **fitted.unused}.items()]
-    named = [text if text.isprintable() else ascii(text)[1:-1] for text in rest[:NAMED]]
+    named = [(text if text.isprintable() else ascii(text)[1:-1])[:300] for text in rest[:NAMED]]
     more = [f"{len(rest) - NAMED} more, which sdaccel lora inspect names"] if len(rest) > NAMED else []
     return "; ".join(named + more)
 
