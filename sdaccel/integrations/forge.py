@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdaccel.errors import SdaccelError
+from sdaccel.engine.patch import NOTHING, Patches
+from sdaccel.errors import SdaccelError, UnsupportedCall
 from sdaccel.integrations.host import SWITCHED_OFF, Loaded, WebHost
-from sdaccel.integrations.host_watch import ABSENT, replaced_forward, swapped
+from sdaccel.integrations.host_engines import ModelEngines
+from sdaccel.integrations.host_networks import merged
+from sdaccel.integrations.host_watch import ABSENT, Kept, replaced_forward, swapped
 
 MODULES = ("shared", "devices", "sd_models")
 
@@ -33,6 +36,8 @@ _HARMLESS = frozenset(
         "cond_indices",
         "cond_mark",
         "cond_or_uncond",
+        "controlnet_conditioning_modifiers",
+        "controlnet_model_function_wrapper",
         "original_shape",
         "sigmas",
         "transformer_index",
@@ -72,6 +77,8 @@ class Forge(WebHost):
 
     def __init__(self, host: Any = None):
         super().__init__(host_modules() if host is None else host)
+        self._merged: tuple[Any, Patches] = None, NOTHING
+        """What the host keeps while networks are merged, and the patches of those."""
         self._sampled: weakref.ref[Any] | None = None
         """The model whose patchers carry our wrappers in the sampling under way."""
 
@@ -101,10 +108,9 @@ class Forge(WebHost):
         return None
 
     def hindrance(self, part: str) -> str | None:
-        objects = getattr(self._model(), "forge_objects", None)
-        patcher = getattr(objects, part, None)
-        patcher = patcher if part == "unet" else getattr(patcher, "patcher", patcher)
-        names = sorted({Path(str(key[0])).stem for key in getattr(patcher, "lora_patches", None) or {}})
+        patcher = self._patcher(part)
+        networks = getattr(patcher, "lora_patches", None) or {}
+        names = sorted({_network_name(key) for key in networks if part != "unet" or key[-1]})
         if names:
             return f"networks are active that the engine does not hold: {', '.join(names)}."
         inside = ("diffusion_model", "first_stage_model", "decoder", "encoder", "quant_conv", "post_quant_conv")
@@ -115,6 +121,41 @@ class Forge(WebHost):
         if part == "unet" and loaded is not None:
             return replaced_forward(loaded.unet, "forward of the UNet")
         return None
+
+    def _patcher(self, part: str) -> Any:
+        patcher = getattr(getattr(self._model(), "forge_objects", None), part, None)
+        return patcher if part == "unet" else getattr(patcher, "patcher", patcher)
+
+    def networks(self, part: str) -> list[str]:
+        return sorted({_network_name(key) for key in getattr(self._patcher(part), "lora_patches", None) or {}})
+
+    def patches(self, part: str, engines: ModelEngines) -> Patches:
+        loaded, kept = self.loaded(), self._kept(part)
+        if loaded is None or kept is None:
+            return NOTHING
+        if kept is self._merged[0]:
+            return self._merged[1]
+        adapters: dict[str, tuple[str, ...]] = {}
+        for key, changed in (getattr(self._patcher(part), "lora_patches", None) or {}).items():
+            for name in changed:
+                name = _inside(name)
+                adapters[name] = (*adapters.get(name, ()), _network_name(key))
+        found = merged(engines.component(part), loaded.unet, map(_inside, kept), adapters)
+        self._merged = kept, found
+        return found
+
+    def _kept(self, part: str) -> Mapping[str, torch.Tensor] | None:
+        """The loader's: parameters by name, a new mapping whenever networks change. It merges before a sampling."""
+        if part != "unet":
+            return None
+        return getattr(getattr(getattr(self._patcher(part), "model", None), "lora_loader", None), "backup", None)
+
+    def kept(self, part: str) -> Kept:
+        return {_inside(name): weight for name, weight in (self._kept(part) or {}).items()}
+
+    def model_loaded(self) -> None:
+        super().model_loaded()
+        self._merged = None, NOTHING
 
     # callbacks
 
@@ -208,14 +249,15 @@ class Forge(WebHost):
         ) -> torch.Tensor:
             options = transformer_options or {}
             refused = {f"transformer_options {name}": v for name, v in options.items() if name not in _HARMLESS}
-            refused |= {"ControlNet residuals (control)": control, **outside, **kwargs}
+            refused |= {**outside, **kwargs}
             refused.pop("control_model", None)  # the maker of `control`, which the network does not look at
             plain = functools.partial(
                 forward, x, timesteps, context, y, control, {} if transformer_options is None else options, **kwargs
             )
             # While ours is away: one that other code has put there is a reason against engines.
             with swapped((unet, "forward", before)):
-                return self.call_unet(unet, plain, x, timesteps, context, y, refused, whole=False)
+                residuals = functools.partial(_residuals, control, x) if control else None
+                return self.call_unet(unet, plain, x, timesteps, context, y, refused, False, residuals)
 
         before = unet.__dict__.get("forward", ABSENT)
         with swapped((unet, "forward", answer)):
@@ -256,6 +298,42 @@ class Forge(WebHost):
 
         with swapped((vae, method, answer)):
             return inner(tensor) if outer is None else outer(inner, tensor)
+
+
+def _inside(name: str) -> str:
+    """A parameter's name in the UNet, by its name in the host's model around it."""
+    return str(name).removeprefix("diffusion_model.")
+
+
+def _network_name(key: Any) -> str:
+    """Of the key that the host gives a network: (file, strengths, whether layers compute it as they run)."""
+    return Path(str(key[0])).stem
+
+
+def _residuals(control: Any, x: torch.Tensor, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A ControlNet's residuals as inputs of an engine. Raises UnsupportedCall for those that it has no input for.
+
+    The host takes them from the end of its lists: the last of "output" is for the last skip connection.
+    """
+    from sdaccel.export.components import residual_layout
+
+    if not isinstance(control, Mapping):
+        raise UnsupportedCall("the UNet was called with ControlNet residuals of an unknown kind.")
+    for name, values in control.items():
+        if name not in ("output", "middle") and any(value is not None for value in values):
+            raise UnsupportedCall(f"the UNet was called with residuals for {name} (T2I-Adapter), which engines lack.")
+    *down, middle = residual_layout(config)
+    found = {}
+    for places, name in ((down, "output"), ([middle], "middle")):
+        for (place, channels, level), value in zip(reversed(places), reversed(control.get(name) or ())):  # noqa: B905
+            if value is None:
+                continue
+            height, width = (-(-side // 2**level) for side in x.shape[2:])
+            if value.device != x.device or value.shape not in {(n, channels, height, width) for n in (1, len(x))}:
+                shape, wanted = list(value.shape), [len(x), channels, height, width]
+                raise UnsupportedCall(f"a ControlNet residual is {shape} on {value.device}; the engine takes {wanted}.")
+            found[place] = value.expand(len(x), -1, -1, -1)
+    return found
 
 
 __all__ = ["Forge", "host_modules"]

@@ -8,6 +8,7 @@ is compared with the file once and watched from then on. Knows no host: they are
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -19,11 +20,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from sdaccel.engine.patch import NOTHING, Patches
 from sdaccel.engine.store import Store
 from sdaccel.errors import ProfileError, SdaccelError, UnsupportedCall
 from sdaccel.integrations.host_engines import SOURCES, ModelEngines, file_stamp, run_in_parts
 from sdaccel.integrations.host_shapes import OFTEN, Offer, WantedShapes
-from sdaccel.integrations.host_watch import Watched, swapped
+from sdaccel.integrations.host_watch import Kept, Watched, swapped
 from sdaccel.integrations.late_checks import LateChecks
 from sdaccel.runtime import FALLBACK_ERRORS, RunReport, unusable
 
@@ -93,12 +95,23 @@ class WebHost:
         raise NotImplementedError
 
     def hindrance(self, part: str) -> str | None:
-        """What of the host itself keeps engines from standing for "unet" or "vae" now (LoRA and its kin)."""
+        """What of the host itself keeps engines from standing for "unet" or "vae" now."""
         return None
 
-    def settle(self, module: nn.Module) -> bool:
-        """Undoes leftovers of the host in the weights. Returns whether there were any."""
-        return False
+    def networks(self, part: str) -> list[str]:
+        """Names of the networks (LoRA and its kin) that the host applies to "unet" or "vae" now."""
+        return []
+
+    def patches(self, part: str, engines: ModelEngines) -> Patches:
+        """What they do to the weights of ``engines``: the same object as long as nothing changes.
+
+        Raises UnsupportedCall for what engines cannot hold.
+        """
+        return NOTHING
+
+    def kept(self, part: str) -> Kept:
+        """Weights that the host keeps aside, by their names in the module, while networks are merged into it."""
+        return {}
 
     # options
 
@@ -189,7 +202,8 @@ class WebHost:
         with self._lock:
             found = self._watched.get(part)
             if found is None or found.module is not module or found.component is not engines.component(part):
-                found = self._watched[part] = Watched(engines.component(part), module)
+                kept = functools.partial(self.kept, part)
+                found = self._watched[part] = Watched(engines.component(part), module, kept)
             return found
 
     # a generation
@@ -285,7 +299,7 @@ class WebHost:
             report.fell_back(component, str(error))
         start = time.perf_counter()
         result = plain()
-        report.ran_torch(component, (time.perf_counter() - start) * 1e3)
+        report.ran_torch(component, (time.perf_counter() - start) * 1e3, self.networks(SOURCES[component]))
         return result
 
     def _fault(self, component: str, output: torch.Tensor) -> str | None:
@@ -295,8 +309,13 @@ class WebHost:
             return None
         return unusable(output)
 
-    def _ready(self, component: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> ModelEngines:
-        """The engines for a call, all reasons against them looked at. Raises UnsupportedCall, ProfileError."""
+    def _ready(
+        self, component: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[ModelEngines, Patches]:
+        """The engines for a call and what to patch them with, all reasons against them looked at.
+
+        Raises UnsupportedCall.
+        """
         loaded = self.loaded()
         if loaded is None or module not in (loaded.unet, loaded.vae):
             raise UnsupportedCall("the model that runs is not the one that the host has loaded.")
@@ -314,11 +333,9 @@ class WebHost:
                 raise UnsupportedCall(f"{name} is on {tensor.device.type}, the backend {backend} on {context.device}.")
         watched = self._watch(part, module, engines)
         reason = watched.reason()
-        if reason and self.settle(module):
-            reason = watched.reason()
         if reason:
             raise UnsupportedCall(f"{reason}.")
-        return engines
+        return engines, watched.patches(self.patches(part, engines))
 
     def call_unet(
         self,
@@ -330,12 +347,14 @@ class WebHost:
         y: torch.Tensor | None,
         refused: Mapping[str, Any],
         whole: bool,
+        residuals: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
         """One call of the UNet, (batch, channels, height, width) like ``x``, in its dtype and on its device.
 
         plain: the same call in torch. timesteps: (batch,). context: (batch, tokens, width). y: (batch, vector) of SDXL.
         refused: further arguments by name, all of which must be None or empty for an engine.
         whole: sides that the UNet halves unevenly are computed otherwise by the host than by engines.
+        residuals: of a ControlNet, as inputs of an engine, for the UNet's config.
         """
 
         def engine() -> torch.Tensor:
@@ -348,7 +367,7 @@ class WebHost:
                 if not isinstance(tensor, torch.Tensor):
                     raise UnsupportedCall(f"{name} is a {type(tensor).__name__}; engines take tensors.")
             tensors["timestep"] = timesteps.float().expand(len(x)) if timesteps.dim() < 2 else timesteps
-            engines = self._ready("unet", module, tensors)
+            engines, patches = self._ready("unet", module, tensors)
             height, width = x.shape[-2:]
             size = width * engines.factor, height * engines.factor
             step = 2 ** (engines.levels - 1)
@@ -357,8 +376,11 @@ class WebHost:
                     f"{size[0]}x{size[1]} is no multiple of {step * engines.factor} pixels: the host resizes skip "
                     "connections there, which engines do otherwise."
                 )
+            if residuals is not None:
+                tensors |= residuals(engines.component("unet").config)
+            unet = engines.context("unet")
             try:
-                out = run_in_parts(engines.context("unet"), tensors, self.run.report, engines.factor)["sample_out"]
+                out = run_in_parts(unet, tensors, self.run.report, engines.factor, patches)["sample_out"]
             except ProfileError:
                 self.run.missing.add((engines.path, *size, context.shape[1]))
                 raise
@@ -371,9 +393,9 @@ class WebHost:
         """The image of latents, (batch, 3, height, width) in -1…1, in their dtype; ``plain`` is torch's decode."""
 
         def engine() -> Any:
-            engines = self._ready("vae_decoder", module, {"latents": z})
+            engines, patches = self._ready("vae_decoder", module, {"latents": z})
             context = engines.context("vae_decoder")
-            out = run_in_parts(context, {"latents": z}, self.run.report, engines.factor)["image"]
+            out = run_in_parts(context, {"latents": z}, self.run.report, engines.factor, patches)["image"]
             return out.to(z.device, z.dtype)
 
         return self._dispatch("vae_decoder", engine, plain, lambda result: result)
@@ -386,8 +408,9 @@ class WebHost:
         moments: list[torch.Tensor] = []
 
         def engine() -> T:
-            engines = self._ready("vae_encoder", module, {"image": x})
-            out = run_in_parts(engines.context("vae_encoder"), {"image": x}, self.run.report)["moments"]
+            engines, patches = self._ready("vae_encoder", module, {"image": x})
+            context = engines.context("vae_encoder")
+            out = run_in_parts(context, {"image": x}, self.run.report, patches=patches)["moments"]
             moments.append(out.to(x.device, x.dtype))
             changes: list[tuple[Any, str, Any]] = [(module.encoder, "forward", lambda *_: moments[0])]
             if isinstance(getattr(module, "quant_conv", None), nn.Module):

@@ -15,6 +15,7 @@ from sdaccel import settings
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.builder import slower_than_torch
 from sdaccel.engine import disk
+from sdaccel.engine.patch import NOTHING, Patches
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import ModelError, ProfileError, UnsupportedCall
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
@@ -232,7 +233,11 @@ def _plain(value: Any) -> Any:
 
 
 def run_in_parts(
-    context: ExecutionContext, inputs: Mapping[str, torch.Tensor], report: RunReport, pixels: int = 1
+    context: ExecutionContext,
+    inputs: Mapping[str, torch.Tensor],
+    report: RunReport,
+    pixels: int = 1,
+    patches: Patches = NOTHING,
 ) -> dict[str, torch.Tensor]:
     """`ExecutionContext.run`, in several calls where only the batch is more than any profile holds.
 
@@ -240,7 +245,7 @@ def run_in_parts(
     Raises one of `FALLBACK_ERRORS`; a ProfileError names the image's size, and the sides before the batch.
     """
     try:
-        return context.run(inputs, report)
+        return context.run(inputs, report, patches=patches)
     except ProfileError as error:
         step = _largest_part(context, inputs)
         if step is None:
@@ -249,7 +254,7 @@ def run_in_parts(
             raise ProfileError(f"{sizes['width'] * pixels}x{sizes['height'] * pixels} pixels: {why}") from None
     count = len(next(iter(inputs.values())))
     parts = [
-        context.run({name: tensor[start : start + step] for name, tensor in inputs.items()}, report)
+        context.run({name: tensor[start : start + step] for name, tensor in inputs.items()}, report, patches=patches)
         for start in range(0, count, step)
     ]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sdaccel.engine.patch import NOTHING, Patch, Patches
 from sdaccel.errors import ModelError
 from sdaccel.integrations.watch import ModuleWatch
 from sdaccel.models import ldm
@@ -18,13 +20,17 @@ from sdaccel.models.tensors import Component
 SAMPLES = 16
 
 
-def differs_from_file(component: Component, module: nn.Module) -> str | None:
+Kept = Mapping[str, torch.Tensor]
+"""Weights that a host has set aside, by name, while networks (LoRA) are merged into those in the module."""
+
+
+def differs_from_file(component: Component, module: nn.Module, kept: Kept | None = None) -> str | None:
     """How the module's weights differ from those of its file, rounded to its 16 bits or more; None if they do not.
 
     Compares names, shapes and 16 values of each weight: a merge in memory, another file under the same name, quantized
-    weights or added layers show in that.
+    weights or added layers show in that. Weights ``kept`` aside count in the place of those in the module.
     """
-    live: dict[str, torch.Tensor] = dict(module.named_parameters())
+    live: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **(kept or {})}
     for place in ldm.places(component.name, component.config):
         now, ref = live.pop(place.ldm, None), component.tensors.get(place.name)
         if now is None or ref is None:
@@ -91,10 +97,32 @@ BOOKS = (
 )
 
 
+class _Behind:
+    """The parameters of a layer as they are without networks. A weight of the watch asks it by key."""
+
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter | None], watch: HostWatch):
+        self.name, self.parameters, self.watch = name, parameters, watch
+
+    def __getitem__(self, key: str) -> torch.Tensor | None:
+        kept = self.watch.kept.get(self.name)
+        return self.parameters.get(key) if kept is None else kept
+
+    get = __getitem__
+
+
 class HostWatch(ModuleWatch):
-    """A watch that does not take a host's book-keeping for a change of the module."""
+    """A watch that does not take a host's book-keeping for a change of the module, nor networks for an edit."""
+
+    def __init__(self, module: nn.Module, find_kept: Callable[[], Kept]):
+        self._find_kept, self.kept = find_kept, find_kept()
+        super().__init__(module)
+        for weight in self._weights:
+            weight._parameters = _Behind(weight.name, weight._parameters, self)  # type: ignore[assignment]
+            if weight.name in self.kept:
+                weight.remember()
 
     def _look(self) -> str | None:
+        self.kept = self._find_kept()
         for part in self._parts:
             now, then = part.module.__dict__, part._attributes
             for name in BOOKS:
@@ -121,12 +149,15 @@ def _dormant(module: nn.Module) -> bool:
 class Watched:
     """A torch module of the host: compared with its file first, then watched."""
 
-    def __init__(self, component: Component, module: nn.Module):
+    def __init__(self, component: Component, module: nn.Module, find_kept: Callable[[], Kept] = dict):
         self.module = module
         self.lock = threading.RLock()
         self.component = component
+        self._find_kept = find_kept
         self._watch: HostWatch | None = None
         self._due = True
+        self._names = {place.ldm: place.name for place in ldm.places(component.name, component.config)}
+        self._joined: tuple[Patches, Patches, Patches] = (NOTHING, NOTHING, NOTHING)
 
     def begin(self) -> None:
         """A generation begins: the next `reason` looks at everything."""
@@ -137,15 +168,45 @@ class Watched:
         with self.lock:
             if self._watch is None:
                 try:
-                    reason = patched_part(self.module) or differs_from_file(self.component, self.module)
+                    reason = patched_part(self.module) or differs_from_file(
+                        self.component, self.module, self._find_kept()
+                    )
                 except ModelError as error:  # the file is gone or another one
                     return str(error)
                 if reason is None:
-                    self._watch = HostWatch(self.module)
+                    self._watch = HostWatch(self.module, self._find_kept)
                     reason = self._watch.reason(careful=True)
                 return reason
             due, self._due = self._due, False
             return self._watch.look() if due else self._watch.reason()
+
+    def patches(self, networks: Patches) -> Patches:
+        """What makes an engine's weights those of the module at the last `reason`, with ``networks`` upon them.
+
+        The same mapping for the same ``networks`` as long as nothing is edited.
+        """
+        edits = NOTHING if self._watch is None else self._watch.patches()
+        if not edits:
+            return networks
+        if self._joined[0] is not edits or self._joined[1] is not networks:
+            joined = dict(networks)
+            for original, edit in edits.items():
+                name = self._names[original]
+                joined[name] = _upon(edit, networks.get(name))
+            self._joined = edits, networks, joined
+        return self._joined[2]
+
+
+def _upon(edit: Patch, network: Patch | None) -> Patch:
+    """An edit of a weight of the original layout, which may be a 1×1 convolution elsewhere, and then the network."""
+
+    def apply(base: torch.Tensor) -> torch.Tensor:
+        edited = edit.apply(base).reshape(base.shape)
+        return edited if network is None else network.apply(edited)
+
+    if network is None:
+        return replace(edit, apply=apply)
+    return Patch((edit.key, network.key), apply, network.adapters)
 
 
 ABSENT = object()

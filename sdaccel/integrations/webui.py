@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sdaccel.engine.patch import NOTHING, Patches
 from sdaccel.errors import SdaccelError, SettingError
 from sdaccel.integrations.host import SWITCHED_OFF, Loaded, WebHost
-from sdaccel.integrations.host_engines import ContentHashes
-from sdaccel.integrations.host_watch import replaced_forward, swapped
+from sdaccel.integrations.host_engines import ContentHashes, ModelEngines
+from sdaccel.integrations.host_networks import Networks
+from sdaccel.integrations.host_watch import Kept, replaced_forward, swapped
 
 PREFIX = "[sdaccel] "
 MODULES = ("shared", "devices", "sd_unet", "sd_models", "sd_vae", "script_callbacks")
@@ -47,6 +49,7 @@ class WebUI(WebHost):
         self._vae: nn.Module | None = None
         self._vae_before: dict[str, Any] = {}
         self._unet_class: type | None = None
+        self._networks: Networks | None = None
 
     # what the host has
 
@@ -71,9 +74,11 @@ class WebUI(WebHost):
         shared = self.host.shared
         if getattr(shared.cmd_opts, "lowvram", False):
             return "the host runs with --lowvram, which moves the UNet piece by piece; engines need it whole."
-        names = _networks()
-        if names:
-            return f"networks are active that the engine does not hold: {', '.join(names)}."
+        taken, others = _networks()
+        if others:
+            return f"networks are active that the engine does not hold: {', '.join(others)}."
+        if taken and self.option("lora_functional", False):
+            return "networks are computed beside the layers (lora_functional in Settings), which engines do not do."
         hypernetworks = [str(getattr(net, "name", net)) for net in getattr(shared, "loaded_hypernetworks", None) or ()]
         if hypernetworks:
             return f"hypernetworks are active that the engine does not hold: {', '.join(hypernetworks)}."
@@ -83,17 +88,35 @@ class WebUI(WebHost):
         loaded = self.loaded()
         return replaced_forward(loaded.unet, "forward of the UNet") if loaded else None
 
-    def settle(self, module: nn.Module) -> bool:
-        """Networks are patched into weights when a layer next runs, and taken out likewise: takes left ones out."""
-        networks = sys.modules.get("networks")
-        restore = getattr(networks, "network_apply_weights", None)
-        if restore is None or _networks(all_of_them=True):
-            return False
-        left = [layer for layer in module.modules() if getattr(layer, "network_current_names", ()) != ()]
-        with torch.no_grad():
-            for layer in left:
-                restore(layer)
-        return bool(left)
+    def networks(self, part: str) -> list[str]:
+        if part != "unet":
+            return []
+        taken, others = _networks()
+        return [str(net.name) for net in taken] + others
+
+    def patches(self, part: str, engines: ModelEngines) -> Patches:
+        taken, _ = _networks()
+        loaded, component, networks = self.loaded(), engines.component(part), self._networks
+        if loaded is None or part != "unet" or (networks is None and not taken):
+            return NOTHING
+        if networks is None or networks.module is not loaded.unet or networks.component is not component:
+            networks = self._networks = Networks(component, loaded.unet)
+        return networks.patches(taken)
+
+    def kept(self, part: str) -> Kept:
+        """The host merges networks into a layer when it next runs, and keeps its weights as they were."""
+        loaded, found = self.loaded(), {}
+        for name, layer in loaded.unet.named_modules() if loaded and part == "unet" else ():
+            state = layer.__dict__
+            if state.get("network_current_names", ()) != ():
+                for kind, where in (("weight", "network_weights_backup"), ("bias", "network_bias_backup")):
+                    if isinstance(state.get(where), torch.Tensor):
+                        found[f"{name}.{kind}"] = state[where]
+        return found
+
+    def model_loaded(self) -> None:
+        super().model_loaded()
+        self._networks = None
 
     # callbacks
 
@@ -140,10 +163,14 @@ class WebUI(WebHost):
         """on_cfg_denoiser: a refiner or hires checkpoint that came in during the generation gets its engines too."""
         unet = self.host.sd_unet
         self.run.steps += 1
+        if self._networks is not None and not getattr(params, "sampling_step", 0):
+            self._networks.renew()
         self._take_vae()
         self._offer_option()
         unet.apply_unet()
         loaded = self.loaded()
+        if unet.current_unet is None and "unet" in self.report.components:  # of a model that came in meanwhile
+            self.report.fell_back("unet", self._why_none())
         if loaded is None or unet.current_unet is None or not self._is_ours(unet.current_unet):
             return
         reason = replaced_forward(loaded.unet, "forward of the UNet")
@@ -282,14 +309,19 @@ def _is_ours(method: Any) -> bool:
 _NETWORKS = (("networks", "loaded_networks"), ("lora", "loaded_loras"), ("lycoris", "loaded_lycos"))
 
 
-def _networks(all_of_them: bool = False) -> list[str]:
-    """Names of the LoRA and the like that the host's extensions apply to the UNet (or at all)."""
-    names: dict[str, None] = {}  # some know the same ones under two names
+def _networks() -> tuple[list[Any], list[str]]:
+    """Networks that the host applies to the UNet: its own, which engines take, and names of other extensions'."""
+    taken: list[Any] = []
+    others: dict[str, None] = {}
     for module, attribute in _NETWORKS:
         for network in getattr(sys.modules.get(module), attribute, None) or ():
-            if all_of_them or getattr(network, "unet_multiplier", 1.0) != 0:
-                names[str(getattr(network, "name", network))] = None
-    return list(names)
+            if getattr(network, "unet_multiplier", 1.0) == 0 or any(network is known for known in taken):
+                continue
+            if module == "networks" and isinstance(getattr(network, "modules", None), dict):
+                taken.append(network)
+            else:
+                others[str(getattr(network, "name", network))] = None
+    return taken, list(others)
 
 
 def _patched_cat() -> str | None:

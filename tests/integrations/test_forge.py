@@ -8,12 +8,32 @@ from typing import Any
 import pytest
 import torch
 
+from sdaccel.errors import UnsupportedCall
+from sdaccel.export.components import residual_layout
 from sdaccel.integrations.forge import Forge
 from sdaccel.integrations.host_watch import differs_from_file
 from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
 from tests.integrations.hosts.forge import Control, ForgeHost, Model
 from tests.integrations.hosts.ldm import material
 from tests.tolerances import PIPELINE_MAX_ABS
+
+
+def added(seed: int) -> Any:
+    """A network of the host: what it adds to weights of attention, projections and norms."""
+
+    def make(unet: Any) -> dict[str, torch.Tensor]:
+        random = torch.Generator().manual_seed(seed)
+        ends = ("to_q.weight", "to_out.0.bias", "proj_in.weight", "in_layers.0.weight")
+        return {
+            name: torch.randn(weight.shape, generator=random) * 0.1
+            for name, weight in unet.named_parameters()
+            if name.endswith(ends)
+        }
+
+    return make
+
+
+NETWORKS = {"ink v1.5 ñ": added(1), "wash": added(2)}
 
 
 class Script(Hooks):
@@ -31,7 +51,7 @@ class Setup(Installed):
         return self.host.model.forge_objects.unet.model.diffusion_model
 
     def plain(self, model: str = "sd1", others: Any = (), **options: Any) -> torch.Tensor:
-        host = ForgeHost(list(material().files.values()))
+        host = ForgeHost(list(material().files.values()), self.host.networks)
         host.load(material().files[model])
         host.other_scripts += others
         return host.generate(**options).images
@@ -105,18 +125,73 @@ def test_a_batch_too_large_is_no_reason_where_the_size_is_one(make):
     assert "batch" not in setup.reasons()["unet"] and "width 16 is outside 8-12" in setup.reasons()["unet"]
 
 
-def control(p: Any, until: int = 9) -> None:
-    unet = p.sd_model.forge_objects.unet.clone()
-    unet.control = Control(torch.full((1,), 0.5), until)
-    p.sd_model.forge_objects.unet = unet
+def residuals(setup: Setup, seed: int = 0, batch: int = 2, latents: tuple[int, int] = (8, 8)) -> Any:
+    """A ControlNet's for the tiny UNet, in the host's order: the last of "output" is for the deepest connection."""
+    random = torch.Generator().manual_seed(seed)
+    found: dict[str, list[Any]] = {"input": [], "output": [], "middle": []}
+    for name, channels, level in residual_layout(setup.unet.inner[0].config):
+        size = (batch, channels, *(side >> level for side in latents))
+        found["middle" if name.startswith("mid") else "output"].append(torch.randn(size, generator=random) * 0.2)
+    return found
 
 
-def test_engines_run_the_steps_that_a_controlnet_leaves_out(make):
+def control(taken: Any, until: int = 9) -> Any:
+    def add(p: Any) -> None:
+        unet = p.sd_model.forge_objects.unet.clone()
+        unet.control = Control(taken, until)
+        p.sd_model.forge_objects.unet = unet
+
+    return add
+
+
+CHANGES = {
+    "all": lambda found: None,
+    "for all images": lambda found: found["output"].__setitem__(0, found["output"][0][:1]),
+    "the deepest alone": lambda found: found["output"].__delitem__(slice(0, 3)),
+    "more than connections": lambda found: found["output"].insert(0, found["output"][0] * 7),
+    "some": lambda found: found["output"].__setitem__(slice(1, None, 2), [None] * len(found["output"][1::2])),
+    "the middle": lambda found: found["output"].clear(),
+    "no middle": lambda found: found["middle"].__setitem__(0, None),
+    "an adapter that adds nothing": lambda found: found["input"].append(None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_controlnet_residuals_are_inputs_of_the_engine(make, change):
     setup = make()
-    setup.host.other_scripts.append(lambda p: control(p, until=2))
-    result = setup.generate()
-    assert same(result.images, setup.plain(others=[lambda p: control(p, until=2)]))
-    assert setup.calls() == (1, 2) and "ControlNet residuals" in setup.reasons()["unet"]
+    without = setup.generate(steps=1).images
+    taken = residuals(setup)
+    CHANGES[change](taken)
+    setup.host.other_scripts.append(control(taken))
+    found = setup.generate(steps=1).images
+    assert setup.calls() == (1, 0) and not setup.forge.report.fallbacks
+    assert not same(found, without) and same(found, setup.plain(steps=1, others=[control(taken)]))
+
+
+@pytest.mark.parametrize(
+    ("taken", "reason"),
+    [
+        ({"input": [torch.ones(1)]}, "residuals for input (T2I-Adapter)"),
+        ({"output": [torch.ones(2, 1, 1, 1)]}, "a ControlNet residual is [2, 1, 1, 1]"),
+        ({"middle": [torch.ones(2, 16, 4, 4, device="meta")]}, "on meta"),
+    ],
+    ids=["adapter", "shape", "device"],
+)
+def test_residuals_that_engines_lack_run_in_torch(make, taken, reason, monkeypatch):
+    setup = make()
+    monkeypatch.setattr(type(setup.unet), "_residuals", lambda self, control: {})
+    setup.host.other_scripts.append(control(taken))
+    setup.generate(steps=1)
+    assert setup.calls() == (0, 1) and reason in setup.reasons()["unet"]
+
+
+def test_residuals_of_parts_of_a_batch_and_with_an_end_step(make):
+    setup = make()
+    taken = residuals(setup, batch=6)
+    setup.host.other_scripts.append(control(taken, until=2))
+    found = setup.generate(batch_size=3)
+    assert setup.calls() == (6, 0)
+    assert same(found.images, setup.plain(batch_size=3, others=[control(taken, until=2)]))
 
 
 def test_a_refiner_is_asked_for_its_own_engines(make):
@@ -136,7 +211,6 @@ def patches(p: Any) -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (control, "called with ControlNet residuals (control), which engines do not take"),
         (patches, "called with transformer_options patches, which engines do not take"),
     ],
 )
@@ -151,18 +225,62 @@ def test_what_other_extensions_do_is_not_ignored(make, other, reason):
     assert setup.calls() == (3, 0)
 
 
-def test_lora_is_not_ignored(make):
+def test_networks_are_taken_live(make):
+    setup = make()
+    setup.host.networks = NETWORKS
+    before = setup.generate()
+    found = setup.generate(networks=[("ink v1.5 ñ", 0.8), ("wash", 0.5)])
+    assert setup.calls() == (3, 0) and setup.unet.calls == 0 and not setup.forge.report.fallbacks
+    assert setup.forge.report.components["unet"].adapters == ["ink v1.5 ñ", "wash"]
+    assert not same(found.images, before.images)
+    assert same(found.images, setup.plain(networks=[("ink v1.5 ñ", 0.8), ("wash", 0.5)]))
+    assert torch.equal(setup.generate().images, before.images) and setup.calls() == (3, 0)
+    assert setup.forge.report.components["unet"].adapters == []
+
+
+def test_one_network_after_the_other_and_at_other_strengths(make):
+    setup = make()
+    setup.host.networks = NETWORKS
+    made = {}
+    for step in (("wash", 1.0), ("ink v1.5 ñ", 1.0), ("wash", 1.0), ("wash", 0.3), ("wash", 1.0)):
+        found = setup.generate(networks=[step], steps=1).images
+        assert setup.calls() == (1, 0) and torch.equal(found, made.setdefault(step, found))
+    for step, found in made.items():
+        assert same(found, setup.plain(networks=[step], steps=1))
+
+
+def test_engines_and_torch_in_turn_with_a_network(make):
+    setup = make()
+    setup.host.networks = NETWORKS
+    options = {"networks": [("wash", 1.0)], "hr_scale": 2.0, "steps": 2}
+    found = setup.generate(**options)
+    assert setup.calls() == (2, 2) and setup.forge.report.components["unet"].adapters == ["wash"]
+    assert same(found.images, setup.plain(**options))
+
+
+def test_networks_computed_as_layers_run_stay_in_torch(make):
     setup = make()
 
-    def lora(p: Any) -> None:
+    def online(p: Any) -> None:
         unet = p.sd_model.forge_objects.unet.clone()
-        unet.lora_patches[("/loras/ink.safetensors", 1.0, 1.0, False)] = {}
+        unet.lora_patches[("/loras/ink.safetensors", 1.0, 1.0, True)] = {}
         p.sd_model.forge_objects.unet = unet
 
-    setup.host.other_scripts.append(lora)
-    setup.generate()
-    assert setup.calls() == (0, 3)
+    setup.host.other_scripts.append(online)
+    setup.generate(steps=1)
     assert "networks are active that the engine does not hold: ink" in setup.reasons()["unet"]
+
+
+def test_a_weight_that_a_network_has_given_another_shape(make):
+    setup = make()
+    setup.host.networks = {"wide": lambda unet: {"out.2.weight": torch.ones(2, *unet.out._modules["2"].weight.shape)}}
+    setup.web.begin(SimpleNamespace(sd_model=setup.host.model))
+    setup.host._load_networks(SimpleNamespace(networks=[("wide", 1.0)]))
+    unet = setup.host.model.forge_objects_after_applying_lora.unet
+    unet.model.lora_loader.refresh(unet.lora_patches)
+    engines = setup.forge.engines(setup.forge.loaded())
+    with pytest.raises(UnsupportedCall, match=r"a network has made out.2.weight \[2, 4"):
+        setup.forge.patches("unet", engines)
 
 
 def test_a_patched_network_is_not_ignored(make):
@@ -225,13 +343,15 @@ def test_an_extension_that_takes_the_call_over_is_told(make):
     assert setup.reasons()["unet"] == "another extension took over the call of the model"
 
 
-def test_edited_weights_are_noticed(make):
+def test_edited_weights_are_followed(make):
     setup = make()
-    setup.generate()
+    first = setup.generate()
     with torch.no_grad():
         setup.unet.out._modules["2"].weight.add_(0.05)
-    setup.generate()
-    assert setup.calls() == (0, 3) and "weights differ" in setup.reasons()["unet"]
+    found = setup.generate()
+    assert setup.calls() == (3, 0) and not same(found.images, first.images)
+    setup.host.shared.opts.sdaccel_enabled = False
+    assert same(found.images, setup.generate().images)
 
 
 def test_weights_in_eight_bits_are_not_the_files(make):

@@ -18,6 +18,7 @@ from sdaccel.integrations.webui import WebUI
 from tests.integrations.hosts.a1111 import A1111
 from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
 from tests.integrations.hosts.ldm import material
+from tests.integrations.hosts.networks import Full, Networks, lora, named, others
 from tests.tolerances import PIPELINE_MAX_ABS
 
 
@@ -28,7 +29,7 @@ class Setup(Installed):
 
     def plain(self, **options: Any) -> torch.Tensor:
         """The image without the extension."""
-        host = A1111(list(material().files.values()))
+        host = A1111(list(material().files.values()), Networks(self.host.networks.files))
         host.load(material().files[options.pop("model", "sd1")])
         return host.generate(**options).images
 
@@ -37,8 +38,8 @@ class Setup(Installed):
 def make(tmp_path, monkeypatch):
     """A host with the extension and a checkpoint loaded."""
 
-    def new(model: str = "sd1", store: Any = None, **options: Any) -> Setup:
-        host = A1111(list(material().files.values()))
+    def new(model: str = "sd1", store: Any = None, networks: Any = None, **options: Any) -> Setup:
+        host = A1111(list(material().files.values()), networks)
         host.shared.opts.sdaccel_store = str(store or material().store)
         vars(host.shared.opts).update(options)
         web = WebUI(host)
@@ -195,45 +196,189 @@ def test_switched_off(make):
     assert "sdaccel" not in result.info
 
 
+# --- networks
+
+FILES = {
+    "ink": lora(1),
+    "My LoRA v1.5 – 水彩 (ñ)": lora(2),
+    "full": others,
+    "wrong": lambda unet: {next(iter(named(unet, "to_k"))): Full(torch.ones(3, 5))},
+    "bias": lambda unet: {next(iter(named(unet, "to_k"))): Full(torch.zeros(1), torch.ones(3))},
+}
+
+
+def in_torch(setup: Setup, **options: Any) -> Any:
+    """The same by the host alone."""
+    setup.host.shared.opts.sdaccel_enabled = False
+    try:
+        return setup.generate(**options)
+    finally:
+        setup.host.shared.opts.sdaccel_enabled = True
+
+
+@pytest.fixture
+def lively(make, monkeypatch):
+    """A host with networks. Its `plain` image differs from the one without them."""
+
+    def new(model: str = "sd1", **options: Any) -> Setup:
+        setup = make(model, networks=Networks(FILES), **options)
+        monkeypatch.setitem(sys.modules, "networks", setup.host.networks)
+        return setup
+
+    return new
+
+
+def adapters(setup: Setup) -> list[str]:
+    return setup.web.report.components["unet"].adapters
+
+
+@pytest.mark.parametrize(
+    "networks",
+    [
+        [("ink", 0.8)],
+        [("My LoRA v1.5 – 水彩 (ñ)", 1.0, 2)],
+        [("full", -0.5)],
+        [("ink", 0.5), ("full", 1.0), ("My LoRA v1.5 – 水彩 (ñ)", 0.7)],
+    ],
+    ids=["lora", "named", "full", "three"],
+)
+def test_networks_are_taken_live(lively, networks):
+    setup = lively()
+    before = setup.generate()
+    found = setup.generate(networks=networks)
+    assert setup.calls() == (3, 0) and setup.unet.calls == 0 and not setup.web.report.fallbacks
+    assert adapters(setup) == sorted(name for name, *_ in networks)
+    assert not same(found.images, before.images)
+    assert same(found.images, setup.plain(networks=networks))
+    again = setup.generate()
+    assert torch.equal(again.images, before.images) and adapters(setup) == []
+
+
+def test_one_network_after_the_other_and_at_other_strengths(lively):
+    setup = lively()
+    made = {}
+    for step in (("ink", 1.0), ("full", 1.0), ("ink", 1.0), ("ink", 0.3), ("ink", 1.0), ("ink", 0.0), ("ink", 1.0, 1)):
+        found = setup.generate(networks=[step], steps=1).images
+        assert setup.calls() == (1, 0)
+        assert torch.equal(found, made.setdefault(step, found))
+    for step, found in made.items():
+        assert same(found, setup.plain(networks=[step], steps=1))
+    assert len({float(found.sum()) for found in made.values()}) == len(made)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_block_weights_are_followed(lively, in_place):
+    """Extensions edit the modules of a network that the host has loaded."""
+    setup = lively()
+    whole = setup.generate(networks=[("ink", 1.0)], steps=1)
+
+    def halve(p: Any) -> None:
+        for name, module in setup.host.networks.loaded_networks[0].modules.items():
+            if "input_blocks" in name and in_place:
+                module.up_model.weight.mul_(0.5)
+            elif "input_blocks" in name:
+                module.up_model.weight = torch.nn.Parameter(module.up_model.weight * 0.5, requires_grad=False)
+
+    setup.host.other_scripts.append(halve)
+    found = setup.generate(networks=[("ink", 1.0)], steps=1)
+    setup.host.other_scripts.clear()
+    assert setup.calls() == (1, 0) and not same(found.images, whole.images)
+    assert same(found.images, in_torch(setup, networks=[("ink", 1.0)], steps=1).images)
+
+
+def test_a_strength_that_changes_between_steps(lively):
+    setup = lively()
+
+    def late(params: Any) -> None:
+        for network in setup.host.networks.loaded_networks:
+            network.unet_multiplier = float(params.sampling_step > 0)
+
+    setup.host.script_callbacks.on_cfg_denoiser(late)
+    found = setup.generate(networks=[("ink", 1.0)])
+    assert setup.calls() == (3, 0)
+    assert same(found.images, in_torch(setup, networks=[("ink", 1.0)]).images)
+
+
+@pytest.mark.parametrize("model", ["sdxl", "inpaint"])
+def test_networks_of_every_kind_of_unet(lively, model):
+    setup = lively(model)
+    networks = [("ink", 1.0), ("full", 1.0)] if model == "sdxl" else [("ink", 1.0)]
+    found = setup.generate(networks=networks, steps=1)
+    assert setup.calls() == (1, 0)
+    assert same(found.images, setup.plain(model=model, networks=networks, steps=1))
+
+
+def test_engines_and_torch_in_turn_with_a_network(lively):
+    """Torch merges it into the module, which is not the file's any more; the engine has its own."""
+    setup = lively()
+    plain = setup.generate()
+    options = {"networks": [("ink", 1.0)], "hr_scale": 2.0, "steps": 2}
+    found = setup.generate(**options)
+    assert setup.calls() == (2, 2) and adapters(setup) == ["ink"]
+    merges = setup.host.networks.merges
+    again = setup.generate(**options)
+    assert setup.calls() == (2, 2) and setup.host.networks.merges == merges > 0
+    assert torch.equal(again.images, found.images) and same(found.images, setup.plain(**options))
+    assert torch.equal(setup.generate().images, plain.images)
+    assert setup.calls() == (3, 0)
+
+
+def test_a_module_that_the_host_has_merged_before_the_first_image(lively):
+    setup = lively()
+    in_torch(setup, networks=[("ink", 1.0)])
+    found = setup.generate(networks=[("ink", 1.0)])
+    assert setup.calls() == (3, 0) and same(found.images, setup.plain(networks=[("ink", 1.0)]))
+
+
+def test_a_refiner_with_a_network(lively):
+    setup = lively()
+    options = {"networks": [("ink", 1.0)], "refiner": material().files["sd1"]}
+    found = setup.generate(**options)
+    assert setup.calls() == (3, 0) and same(found.images, setup.plain(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("wrong", "the network wrong gives a change of shape [3, 5] to diffusion_model_input_blocks"),
+        ("bias", "the network bias gives diffusion_model_input_blocks"),
+    ],
+)
+def test_a_network_that_does_not_fit_runs_in_torch(lively, name, reason):
+    setup = lively()
+    before = setup.generate()
+    networks = [("ink", 1.0), (name, 1.0)]
+    found = setup.generate(networks=networks)
+    assert setup.calls() == (0, 3) and reason in setup.reasons()["unet"]
+    assert setup.host.networks.errors  # the host's own report of it
+    assert same(found.images, setup.plain(networks=networks))
+    assert torch.equal(setup.generate().images, before.images) and setup.calls() == (3, 0)
+
+
+def test_networks_beside_the_layers_and_of_other_extensions_run_in_torch(lively, monkeypatch):
+    setup = lively(lora_functional=True)
+    setup.generate(networks=[("ink", 1.0)], steps=1)
+    assert setup.calls() == (0, 1) and "lora_functional" in setup.reasons()["unet"]
+    setup.host.shared.opts.lora_functional = False
+    monkeypatch.setitem(sys.modules, "lycoris", SimpleNamespace(loaded_lycos=[SimpleNamespace(name="other")]))
+    setup.generate(steps=1)
+    assert "networks are active that the engine does not hold: other" in setup.reasons()["unet"]
+
+
 # --- what an engine does not hold
 
 
-def test_lora_is_not_ignored(make, monkeypatch):
+def test_edited_weights_are_followed(make):
     setup = make()
-    for part in setup.unet.modules():
-        part.network_current_names, part.network_weights_backup = (), None
-    setup.generate()
-    layer = setup.unet.out._modules["2"]
-    before = layer.weight.detach().clone()
-
-    def apply(target):
-        if target is layer:
-            with torch.no_grad():
-                layer.weight.copy_(before + (0.1 if networks.loaded_networks else 0))
-            layer.network_current_names = tuple(net.name for net in networks.loaded_networks)
-            layer.network_weights_backup = before
-
-    networks = SimpleNamespace(loaded_networks=[SimpleNamespace(name="ink")], network_apply_weights=apply)
-    monkeypatch.setitem(sys.modules, "networks", networks)
-    apply(layer)  # the host does when the layer runs
-    changed = setup.generate()
-    assert (
-        setup.calls() == (0, 3) and "networks are active that the engine does not hold: ink" in setup.reasons()["unet"]
-    )
-    assert not same(changed.images, setup.plain())
-    networks.loaded_networks.clear()
-    again = setup.generate()
-    assert setup.calls() == (3, 0)
-    assert same(again.images, setup.plain())
-
-
-def test_edited_weights_are_noticed(make):
-    setup = make()
-    setup.generate()
+    first = setup.generate()
     with torch.no_grad():
         setup.unet.out._modules["2"].weight.add_(0.05)
-    setup.generate()
-    assert setup.calls() == (0, 3) and "weights differ" in setup.reasons()["unet"]
+    edited = setup.generate()
+    assert setup.calls() == (3, 0) and not same(edited.images, first.images)
+    assert same(edited.images, in_torch(setup).images)
+    with torch.no_grad():
+        setup.unet.out._modules["2"].weight.sub_(0.05)
+    assert same(setup.generate().images, first.images)
 
 
 def test_weights_merged_in_memory_are_noticed_at_once(make):
@@ -302,10 +447,10 @@ def test_unknown_arguments_are_not_ignored(make):
     setup.generate()
     x, t, context = torch.randn(1, 4, 8, 8), torch.tensor([10.0]), torch.randn(1, 77, 12)
     with torch.no_grad():
-        expected = setup.unet.compute(x, t, context, control=torch.ones(1))
-        found = setup.host.sd_unet.current_unet(x, t, context, control=torch.ones(1))
+        expected = setup.unet.compute(x, t, context, encoder_attention_mask=torch.ones(1, 77))
+        found = setup.host.sd_unet.current_unet(x, t, context, encoder_attention_mask=torch.ones(1, 77))
     assert torch.equal(found, expected)
-    assert "called with control, which engines do not take" in setup.reasons()["unet"]
+    assert "called with encoder_attention_mask, which engines do not take" in setup.reasons()["unet"]
 
 
 def test_sizes_that_the_host_resizes_run_in_torch(make):
@@ -340,6 +485,8 @@ def test_a_refiner_gets_its_own_engines(make):
     result = setup.generate(**options)
     assert same(result.images, setup.plain(**options))
     assert setup.calls() == (1, 0)
+    (fallback,) = (each for each in setup.web.report.fallbacks if each.component == "unet")
+    assert fallback.calls == 2 and "no engine of unet for other" in fallback.reason
     result = setup.generate(refiner=material().files["sd1"])
     assert same(result.images, setup.plain(model="other", refiner=material().files["sd1"]))
     assert setup.calls() == (2, 0)
@@ -400,7 +547,7 @@ def test_a_broken_engine_leaves_the_host_alive(make, tmp_path):
 def test_an_output_that_cannot_be_is_computed_again(make, monkeypatch):
     setup = make()
 
-    def broken(context, inputs, report, pixels=1):
+    def broken(context, *rest, **options):
         return {spec.name: torch.full((2,), torch.nan) for spec in context.engines[0].engine.outputs}
 
     monkeypatch.setattr(host, "run_in_parts", broken)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.integrations.hosts.ldm import FACTOR, FirstStage, UNetModel
+from tests.integrations.hosts.networks import Networks
 
 
 class SdUnetOption:
@@ -83,6 +84,8 @@ class Processing:
     hr_scale: float = 0.0
     refiner: Path | None = None
     """Switched to after the first step."""
+    networks: list[tuple[Any, ...]] = field(default_factory=list)
+    """What the prompt names: see `Networks.load`."""
     sd_model: Any = None
     extra_generation_params: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, int] = field(default_factory=dict)
@@ -129,7 +132,10 @@ class Scripted:
 class A1111(Scripted):
     """The host: `shared`, `devices`, `sd_unet`, `sd_models`, `sd_vae` and `script_callbacks` as its modules are."""
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, files: list[Path], networks: Networks | None = None):
+        self.networks = networks or Networks({})
+        self.other_scripts: list[Any] = []
+        """Called with p when the networks of a pass are there (block weights)."""
         self.shared = SimpleNamespace(
             opts=Options(),
             cmd_opts=SimpleNamespace(lowvram=False, listen=False, share=False, server_name=None, api_auth=None),
@@ -175,6 +181,8 @@ class A1111(Scripted):
             def forward(self, x, timesteps=None, context=None, *args, **kwargs):
                 if host.sd_unet.current_unet is not None:
                     return host.sd_unet.current_unet.forward(x, timesteps, context, *args, **kwargs)
+                for layer in self.modules():
+                    host.networks.apply(layer)
                 return self.compute(x, timesteps, context, *args, **kwargs)
 
             def to(self, *args, **kwargs):
@@ -189,6 +197,7 @@ class A1111(Scripted):
             lowvram=False,
             scale_factor=0.18215,
         )
+        self.networks.name_layers(unet)
         for callback in self.callbacks["model_loaded"]:
             callback(self.model)
         return self.model
@@ -261,11 +270,14 @@ class A1111(Scripted):
         shape = (p.batch_size, 4, height // FACTOR, width // FACTOR)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(p.seed))
         x = x if latents is None else latents + 0.3 * x
+        self.networks.load(self.model.model.diffusion_model, p.networks)
+        for script in self.other_scripts:
+            script(p)
         for step in range(p.steps):
             if p.refiner is not None and step == 1:
                 self.load(p.refiner)
             for callback in self.callbacks["cfg_denoiser"]:
-                callback(SimpleNamespace(x=x))
+                callback(SimpleNamespace(x=x, sampling_step=step))
             cond, uncond = self._conditions(p)
             t = torch.full((p.batch_size,), 901.5 - 300 * step)
             if p.tokens == p.negative_tokens:

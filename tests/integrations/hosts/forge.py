@@ -22,10 +22,27 @@ from tests.integrations.hosts.ldm import FACTOR, FirstStage, UNetModel
 class UNet(UNetModel):
     def forward(self, x, timesteps=None, context=None, y=None, control=None, transformer_options={}, **kwargs):  # noqa: B006
         transformer_options["original_shape"] = list(x.shape)
-        out = self.compute(x, timesteps, context, y, control)
+        self.take_parameters()
+        out = self.compute(x, timesteps, context, y, **self._residuals(control))
         for patch in transformer_options.get("patches", {}).get("output_block_patch", ()):
             out = patch(out)
         return out
+
+    def _residuals(self, control: Any) -> dict[str, Any]:
+        """Each block takes the last one of its list; what does not fit or is None is left out."""
+        if not control:
+            return {}
+        nothing = torch.zeros(())
+        taken = {"output": [], "middle": []}
+        count = len(self.input_blocks._modules)
+        for name, times in (("middle", 1), ("output", count)):
+            for _ in range(times):
+                value = control[name].pop() if control.get(name) else None
+                taken[name].append(nothing if value is None else value)
+        return {
+            "down_block_additional_residuals": taken["output"][::-1],
+            "mid_block_additional_residual": taken["middle"][0],
+        }
 
 
 class Vae(FirstStage):
@@ -63,17 +80,48 @@ class KModel(nn.Module):
 class Control:
     """A ControlNet: residuals for the first ``until`` steps, None after."""
 
-    def __init__(self, residuals: torch.Tensor, until: int):
+    def __init__(self, residuals: dict[str, list[torch.Tensor | None]], until: int):
         self.residuals, self.left = residuals, until
 
-    def get_control(self) -> torch.Tensor | None:
+    def get_control(self) -> Any:
         self.left -= 1
-        return self.residuals if self.left >= 0 else None
+        return {name: list(values) for name, values in self.residuals.items()} if self.left >= 0 else None
+
+
+class Loader:
+    """Merges networks into a model: new parameters stand where those that it keeps were."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.backup: dict[str, nn.Parameter] = {}
+        self.loaded = "[]"
+
+    @torch.inference_mode()
+    def refresh(self, networks: dict[Any, Any]) -> None:
+        wanted = str(list(networks))
+        if wanted == self.loaded:
+            return
+        for name, parameter in self.backup.items():
+            self._put(name, parameter)
+        self.backup = {}
+        for patches in networks.values():
+            for name, (strength, delta) in patches.items():
+                parameter = self.model.get_parameter(name)
+                self.backup.setdefault(name, parameter)
+                merged = parameter + strength * delta
+                self._put(name, nn.Parameter(merged, requires_grad=False))
+        self.loaded = wanted
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        path, _, kind = name.rpartition(".")
+        setattr(self.model.get_submodule(path), kind, parameter)
 
 
 class Patcher:
     def __init__(self, model: Any):
         self.model = model
+        if not hasattr(model, "lora_loader"):
+            model.lora_loader = Loader(model)
         self.lora_patches: dict[Any, Any] = {}
         self.object_patches: dict[str, Any] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
@@ -133,9 +181,13 @@ class Model(SimpleNamespace):
 
 
 class ForgeHost(Scripted):
-    """The host: `shared`, `devices` and `sd_models` as its modules are."""
+    """The host: `shared`, `devices` and `sd_models` as its modules are.
 
-    def __init__(self, files: list[Path]):
+    networks: name → function of the UNet that gives what is added to its weights, by their original names.
+    """
+
+    def __init__(self, files: list[Path], networks: dict[str, Any] | None = None):
+        self.networks = networks or {}
         self.shared = SimpleNamespace(opts=Options(), cmd_opts=SimpleNamespace(), OptionInfo=OptionInfo)
         self.devices = SimpleNamespace(device=torch.device("cpu"))
         self.sd_models = SimpleNamespace(
@@ -160,6 +212,7 @@ class ForgeHost(Scripted):
             sd_checkpoint_info=next(c for c in self.sd_models.checkpoints_list.values() if c.filename == str(path)),
             forge_objects_original=original,
             forge_objects=copy.copy(original),
+            forge_objects_after_applying_lora=original,
         )
         for callback in self.loaded_callbacks:
             callback(self.model)
@@ -169,6 +222,7 @@ class ForgeHost(Scripted):
         p = Processing(**options, sd_model=self.model)
         torch.manual_seed(p.seed)
         self._script("process", p)
+        self._load_networks(p)
         latents = None
         if p.init_image is not None:
             latents = self.model.forge_objects.vae.encode(p.init_image.movedim(1, -1))
@@ -177,11 +231,22 @@ class ForgeHost(Scripted):
             images = self.model.forge_objects.vae.decode(latents / 4)
         return self._end(p, images)
 
+    def _load_networks(self, p: Processing) -> None:
+        unet = self.model.forge_objects_original.unet.clone()
+        for name, strength in p.networks:
+            deltas = self.networks[name](unet.model.diffusion_model)
+            unet.lora_patches[f"/loras/{name}.safetensors", strength, 1.0, False] = {
+                f"diffusion_model.{weight}": (strength, delta) for weight, delta in deltas.items()
+            }
+        self.model.forge_objects_after_applying_lora = copy.copy(self.model.forge_objects_original)
+        self.model.forge_objects_after_applying_lora.unet = unet
+
     def _sample(self, p: Processing, width: int, height: int, latents: torch.Tensor | None) -> torch.Tensor:
-        self.model.forge_objects = copy.copy(self.model.forge_objects_original)
+        self.model.forge_objects = copy.copy(self.model.forge_objects_after_applying_lora)
         for script in self.other_scripts:
             script(p)
         self._script("process_before_every_sampling", p)
+        self.model.forge_objects.unet.model.lora_loader.refresh(self.model.forge_objects.unet.lora_patches)
         config = self.model.forge_objects.unet.model.diffusion_model.inner[0].config
         x = torch.randn(p.batch_size, 4, height // FACTOR, width // FACTOR)
         x = x * 2 if latents is None else latents + 0.3 * x

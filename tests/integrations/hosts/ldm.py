@@ -111,6 +111,7 @@ class UNetModel(Layer):
         inner, parameters = _network(path, "unet", VectorUNet)
         self.inner = (inner,)  # not registered: its parameters are those of the tree
         self.tally = [0]
+        self.places = [(place.name, place.ldm) for place in ldm.places("unet", inner.config)]
         for name, parameter in parameters.items():
             self.grow(name, parameter)
 
@@ -118,11 +119,17 @@ class UNetModel(Layer):
     def calls(self) -> int:
         return self.tally[0]
 
-    def compute(self, x: Any, timesteps: Any, context: Any, y: Any = None, control: Any = None) -> torch.Tensor:
+    def take_parameters(self) -> None:
+        """The arithmetic is done with what is in the tree now."""
+        parameters = dict(self.named_parameters())
+        for name, original in self.places:
+            path, _, kind = name.rpartition(".")
+            self.inner[0].get_submodule(path)._parameters[kind] = parameters[original]
+
+    def compute(self, x: Any, timesteps: Any, context: Any, y: Any = None, **residuals: Any) -> torch.Tensor:
         self.tally[0] += 1
         added = None if y is None else {"y": y}
-        out = self.inner[0](x, timesteps, context, added_cond_kwargs=added, return_dict=False)[0]
-        return out if control is None else out + control
+        return self.inner[0](x, timesteps, context, added_cond_kwargs=added, return_dict=False, **residuals)[0]
 
 
 class Posterior:
