@@ -157,6 +157,10 @@ def shapes_of(component: str, profiles: Sequence[OptimizationProfile]) -> list[d
                 between["width"] = max(low["width"], middle - middle % SIDE_STEP)
             else:
                 between["width"] = min(middle | 1, profile["width"].max)
+        for side in ("height", "width"):
+            if f"image_{side}" in between:
+                pixels = profile[f"image_{side}"].opt // profile[side].opt
+                between[f"image_{side}"] = pixels * between[side]
         shapes += [low, between, profile.opt()]
     return [dict(shape) for shape in dict.fromkeys(tuple(sorted(shape.items())) for shape in shapes)]
 
@@ -219,7 +223,8 @@ def _check_image(
 ) -> ImageCheck | None:
     from sdaccel.integrations.diffusers import accelerate
 
-    if checkpoint.variant != "text-to-image" or checkpoint.family.value == "sdxl-refiner":
+    starts_from_text = checkpoint.variant == "text-to-image" and checkpoint.family.value != "sdxl-refiner"
+    if not starts_from_text or "controlnet" in checkpoint.components:
         return None  # it starts from an image: its components have been compared
     pipe = open_pipeline(checkpoint, request, tokenizer, backend)
     report("a whole image in torch", 0.75)

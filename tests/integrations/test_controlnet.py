@@ -13,6 +13,7 @@ import sdaccel
 from sdaccel.errors import ExportError, ModelError
 from sdaccel.models.checkpoint import controlnets, open_checkpoint
 from sdaccel.models.pipeline import load_pipeline
+from sdaccel.verify import verify
 from tests import pipelines
 from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
 from tests.integrations.test_patches import ip_adapter, residual, unet_inputs
@@ -269,6 +270,9 @@ def test_a_model_saved_with_controlnets_is_built_with_them(tmp_path, pair):
     built = sdaccel.build(tmp_path, store=pipelines.shared_store(), components=["controlnet"])
     engines = pipe.sdaccel.engines()
     assert [[entry.key] for entry in built] == [engines["controlnet"], engines["controlnet_1"]]
+    found = verify(open_checkpoint(tmp_path), pipelines.shared_store(), components=["controlnet_1"])
+    assert found.ok and {check.component for check in found.checks} == {"controlnet"}
+    assert any(check.shape["width"] == 9 and check.shape["image_width"] == 72 for check in found.checks)
     loaded = load_pipeline(open_checkpoint(tmp_path))
     assert [*controlnets(loaded)] == ["controlnet", "controlnet_1"]
     state, same_state = (net.controlnet.nets[1].state_dict() for net in (pipe, loaded))
