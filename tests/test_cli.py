@@ -470,17 +470,14 @@ def test_from_an_image(cli, tiny_store, tmp_path):
 
 
 def test_an_image_that_is_no_good_is_not_saved(cli, tiny_store, tmp_path, monkeypatch):
-    from sdaccel.models import pipeline
-
-    real = pipeline.load_pipeline
+    real = images.open_accelerated
 
     def spoilt(*args: Any, **kwargs: Any) -> Any:
-        pipe = real(*args, **kwargs)
-        with torch.no_grad():
-            pipe.vae.decoder.conv_out.bias = torch.nn.Parameter(torch.full((3,), torch.nan), requires_grad=False)
-        return pipe
+        pipe, at_once = real(*args, **kwargs)
+        pipe.vae.decoder.conv_out.bias.data = torch.full((3,), torch.nan)
+        return pipe, at_once
 
-    monkeypatch.setattr(pipeline, "load_pipeline", spoilt)
+    monkeypatch.setattr(images, "open_accelerated", spoilt)
     said = draw(cli, tiny_store, "-o", "x.png")
     assert said.code == 3
     assert "Nothing was saved: vae_decoder gives NaN" in said.err

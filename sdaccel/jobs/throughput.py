@@ -19,8 +19,8 @@ from sdaccel.jobs.task import BatchTask, ImageTask, Options
 from sdaccel.jobs.worker import Worker
 
 Progress = Callable[[str, float], None]
-Calls = list[tuple[Any, Mapping[str, Any], Any]]
-"""(engines, inputs, outputs) in the order in which they ran"""
+Calls = list[tuple[Any, Mapping[str, Any], Any, Any]]
+"""(engines, inputs, outputs, patches of their weights) in the order in which they ran"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def bench_batch(
 
 def _calls_of_a_batch(worker: Worker, job: Job, model: str | None, at_once: int) -> Calls:
     """Draws one batch, twice so that all is warm, and returns what it asked of UNet and VAE decoder."""
+    from sdaccel.engine.patch import NOTHING, Patches
     from sdaccel.runtime import ExecutionContext
 
     jobs = [replace(job, seed=number) for number in range(at_once)]
@@ -106,17 +107,19 @@ def _calls_of_a_batch(worker: Worker, job: Job, model: str | None, at_once: int)
     calls: Calls = []
     run = ExecutionContext.run
 
-    def noted(self: Any, inputs: Mapping[str, Any], report: Any, outputs: Any = None) -> Any:
+    def noted(
+        self: Any, inputs: Mapping[str, Any], report: Any, outputs: Any = None, patches: Patches = NOTHING
+    ) -> Any:
         if not self.component.startswith("text_encoder"):
-            calls.append((self, dict(inputs), outputs))
-        return run(self, inputs, report, outputs)
+            calls.append((self, dict(inputs), outputs, patches))
+        return run(self, inputs, report, outputs, patches)
 
     ExecutionContext.run = noted  # type: ignore[method-assign]
     try:
         results = worker.draw(batch).result()
     finally:
         ExecutionContext.run = run  # type: ignore[method-assign]
-    asked = {context.component for context, _, _ in calls}
+    asked = {context.component for context, *_ in calls}
     fallbacks = [note for result in results for note in result.notes]
     if asked != {"unet", "vae_decoder"} or any("in torch" in note for note in fallbacks):
         raise BackendError(f"engines do not run it all: {'; '.join(fallbacks) or asked}.", hint="Run: sdaccel build")
@@ -128,13 +131,13 @@ def _seconds_of(calls: Calls, batches: int) -> float:
 
     from sdaccel.runtime import RunReport
 
-    on_gpu = any(context.device == "cuda" for context, _, _ in calls)
+    on_gpu = any(context.device == "cuda" for context, *_ in calls)
     report = RunReport()
     with torch.inference_mode():
         start = time.perf_counter()
         for _ in range(batches):
-            for context, inputs, outputs in calls:
-                context.run(inputs, report, outputs)
+            for context, inputs, outputs, patches in calls:
+                context.run(inputs, report, outputs, patches)
         if on_gpu:
             torch.cuda.synchronize()
     return time.perf_counter() - start
