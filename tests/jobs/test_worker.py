@@ -22,6 +22,7 @@ from sdaccel.jobs.reading import read_jobs
 from sdaccel.jobs.run import Run
 from sdaccel.jobs.storage import Folder
 from sdaccel.jobs.task import BatchTask, ImageTask, Options
+from sdaccel.jobs.throughput import bench_batch
 from sdaccel.jobs.worker import Worker
 from sdaccel.lora import Lora
 from sdaccel.models.checkpoint import open_checkpoint
@@ -187,3 +188,8 @@ def test_a_job_that_the_pipeline_refuses_is_set_aside(tiny_store, tmp_path):
     results = list(run)
     assert sorted(result.ok for result in results) == [False, True, True]
     assert run.summary.failed == 1 and "LMSDiscreteScheduler" in next(iter(run.summary.errors))
+
+
+def test_throughput_is_measured_against_engine_calls_alone(tiny_store, tmp_path):
+    found = bench_batch(options(tiny_store, tmp_path), width=64, height=64, steps=1, batches=1, repeats=1)
+    assert found.at_once == found.images == 2 and len(found.bare) == len(found.loop) == 1 and found.ratio > 0
