@@ -92,7 +92,7 @@ class WebUI(WebHost):
         if part != "unet":
             return []
         taken, others = _networks()
-        return [str(net.name) for net in taken] + others
+        return [*dict.fromkeys(str(net.name) for net in taken), *others]
 
     def patches(self, part: str, engines: ModelEngines) -> Patches:
         taken, _ = _networks()
@@ -311,17 +311,11 @@ _NETWORKS = (("networks", "loaded_networks"), ("lora", "loaded_loras"), ("lycori
 
 def _networks() -> tuple[list[Any], list[str]]:
     """Networks that the host applies to the UNet: its own, which engines take, and names of other extensions'."""
-    taken: list[Any] = []
-    others: dict[str, None] = {}
-    for module, attribute in _NETWORKS:
-        for network in getattr(sys.modules.get(module), attribute, None) or ():
-            if getattr(network, "unet_multiplier", 1.0) == 0 or any(network is known for known in taken):
-                continue
-            if module == "networks" and isinstance(getattr(network, "modules", None), dict):
-                taken.append(network)
-            else:
-                others[str(getattr(network, "name", network))] = None
-    return taken, list(others)
+    lists = [getattr(sys.modules.get(module), attribute, None) or () for module, attribute in _NETWORKS]
+    active = [[net for net in found if getattr(net, "unet_multiplier", 1.0) != 0] for found in lists]
+    taken = [net for net in active[0] if isinstance(getattr(net, "modules", None), dict)]  # twice, if named twice
+    others = [net for found in active for net in found if all(net is not known for known in taken)]
+    return taken, list(dict.fromkeys(str(getattr(net, "name", net)) for net in others))
 
 
 def _patched_cat() -> str | None:

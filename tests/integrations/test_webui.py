@@ -239,15 +239,16 @@ def adapters(setup: Setup) -> list[str]:
         [("My LoRA v1.5 – 水彩 (ñ)", 1.0, 2)],
         [("full", -0.5)],
         [("ink", 0.5), ("full", 1.0), ("My LoRA v1.5 – 水彩 (ñ)", 0.7)],
+        [("ink", 0.4), ("ink", 0.4)],
     ],
-    ids=["lora", "named", "full", "three"],
+    ids=["lora", "named", "full", "three", "twice"],
 )
 def test_networks_are_taken_live(lively, networks):
     setup = lively()
     before = setup.generate()
     found = setup.generate(networks=networks)
     assert setup.calls() == (3, 0) and setup.unet.calls == 0 and not setup.web.report.fallbacks
-    assert adapters(setup) == sorted(name for name, *_ in networks)
+    assert adapters(setup) == sorted({name for name, *_ in networks})
     assert not same(found.images, before.images)
     assert same(found.images, setup.plain(networks=networks))
     again = setup.generate()

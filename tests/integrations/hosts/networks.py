@@ -94,7 +94,7 @@ class Networks:
         for name, strength, *rest in wanted:
             network = known.get(name)
             if network is None:
-                network = Network(name)
+                network = known[name] = Network(name)
                 network.modules = self.files[name](unet)
                 for key, module in network.modules.items():
                     module.network = network
