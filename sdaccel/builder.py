@@ -219,7 +219,8 @@ def _adopted(identity: Mapping[str, Any], backend: Backend, job: BuildJob, folde
             continue
         if built is not None:
             facts = {name: value for name, value in entry.engine.details.items() if name != "check"}
-            return replace(built, details={**facts, **built.details, "adopted_from": entry.key})
+            origin = facts.get("adopted_from", entry.key)
+            return replace(built, details={**facts, **built.details, "adopted_from": origin})
     return None
 
 

@@ -19,7 +19,7 @@ from sdaccel.console import DIFFERS, FAULT, OK
 from sdaccel.errors import SettingError
 
 if TYPE_CHECKING:
-    from sdaccel.engine.store import Store
+    from sdaccel.engine.store import Entry, Store
     from sdaccel.listing import Listed
     from sdaccel.profile import ImageProfile
 
@@ -199,7 +199,7 @@ def build(
     rows = []
     for item in items:
         assert item.entry is not None
-        took = "was there" if item.key in before else f"{item.entry.engine.build_seconds:.1f} s"
+        took = "was there" if item.key in before else _built_in(item.entry)
         rows.append([item.entry.engine.component, *_id_and_profiles(item), *_sizes(item), took, _error(item)])
     console.print_table(["component", "id", "profiles", "size", "shared", "built in", "error"], rows)
     return OK
@@ -936,7 +936,7 @@ def _print_engine(item: Listed) -> None:
         "backend": f"{engine.backend} {engine.precision}, {_pairs(engine.versions)}",
         "device": _pairs(engine.device),
         "size": f"{size_text(item.nbytes)} own, {size_text(item.shared)} shared",
-        "built": f"{engine.created} in {engine.build_seconds:.1f} s",
+        "built": f"{engine.created} in {_built_in(item.entry)}",
         "error": _error(item) or "not checked",
         "inputs": "; ".join(f"{t.name} {list(t.shape)}{' optional' * t.optional}" for t in engine.inputs[:6]),
         "outputs": "; ".join(f"{t.name} {list(t.shape)}" for t in engine.outputs[:6]),
@@ -952,6 +952,13 @@ def _print_engine(item: Listed) -> None:
         print(f"  {hidden} more inputs and outputs: --json shows all")
     if engine.backend == "cuda":
         _print_tactics(engine.details)
+
+
+def _built_in(entry: Entry) -> str:
+    from sdaccel.listing import adopted_from
+
+    other = adopted_from(entry)
+    return f"{entry.engine.build_seconds:.1f} s{f', adopted from {other[:12]}' if other else ''}"
 
 
 def _print_tactics(details: dict[str, Any], most: int = 24) -> None:

@@ -49,6 +49,7 @@ class Listed:
                 "device": engine.device,
                 "versions": engine.versions,
                 "error": check_error(self.entry),
+                "adopted_from": adopted_from(self.entry),
             }
         return facts | {"bytes": self.nbytes, "shared_bytes": self.shared}
 
@@ -124,6 +125,11 @@ def check_error(entry: Entry) -> float | None:
     """The largest error against torch that the build measured; None if it was not checked."""
     check = entry.engine.details.get("check")
     return check.get("largest_error") if isinstance(check, dict) else None
+
+
+def adopted_from(entry: Entry) -> str | None:
+    """The engine of another checkpoint whose plan and tactics it has taken over; None if it was built itself."""
+    return entry.engine.details.get("adopted_from")
 
 
 def select(store: Store, ids: Iterable[str]) -> list[str]:

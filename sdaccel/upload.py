@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 THREADS = 8
-PIECE = 16 << 20
+SLOT = 16 << 20
 """Bytes: long enough for the bus, short enough that two pinned buffers a thread are no burden."""
 
 
@@ -24,33 +24,48 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors]
-    pieces = [
-        pair
-        for tensor, copy in zip(tensors, copies, strict=True)
-        if tensor.numel()
-        for pair in zip(_bytes(tensor.contiguous()).split(PIECE), _bytes(copy).split(PIECE), strict=True)
-    ]
-    threads = max(1, min(THREADS, os.cpu_count() or 1, len(pieces)))
+    batches = list(_batches(tensors, copies))
+    threads = max(1, min(THREADS, os.cpu_count() or 1, len(batches)))
     free: SimpleQueue[tuple[Tensor, torch.cuda.Event]] = SimpleQueue()
     for _ in range(2 * threads):
-        free.put((torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
+        free.put((torch.empty(SLOT, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # what had this memory before may still be at work
 
-    def move(source: Tensor, target: Tensor) -> None:
+    def move(batch: Sequence[tuple[Tensor, Tensor]]) -> None:
         buffer, sent = free.get()
         sent.synchronize()
-        part = buffer[: len(source)]
-        np.copyto(part.numpy(), source.numpy())  # torch would call up its own threads in each of ours
+        parts = buffer.split([len(source) for source, _ in batch] + [SLOT - sum(len(source) for source, _ in batch)])
+        for part, (source, _) in zip(parts, batch, strict=False):
+            np.copyto(part.numpy(), source.numpy())  # torch would call up its own threads in each of ours
         with torch.cuda.stream(stream):
-            target.copy_(part, non_blocking=True)
+            for part, (_, target) in zip(parts, batch, strict=False):
+                target.copy_(part, non_blocking=True)
             sent.record()
         free.put((buffer, sent))
 
     with ThreadPoolExecutor(threads, "sdaccel-upload") as pool:
-        list(pool.map(move, *zip(*pieces, strict=True)) if pieces else ())
+        list(pool.map(move, batches))
     stream.synchronize()
     return copies
+
+
+def _batches(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Bytes and where they go, as many together as a buffer holds."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    room = SLOT
+    for source, target in zip(sources, targets, strict=True):
+        begin, (left, right) = 0, (_bytes(source.contiguous()), _bytes(target))
+        while begin < len(left):
+            end = min(begin + room, len(left))
+            batch.append((left[begin:end], right[begin:end]))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield batch
+                batch, room = [], SLOT
+    if batch:
+        yield batch
 
 
 def _bytes(tensor: Tensor) -> Tensor:

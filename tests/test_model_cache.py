@@ -97,7 +97,7 @@ def test_a_pipeline_leaves_its_device_and_comes_back(monkeypatch):
     assert not any(reference() is not None for reference in found)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.gpu
 def test_uploads_are_copies():
     mixed = [torch.randn(5_000_001), torch.arange(7), torch.randn(3, 5).half().t(), torch.empty(0), torch.tensor(2.5)]
     for found, tensor in zip(upload(mixed, torch.device("cuda", 0)), mixed, strict=True):

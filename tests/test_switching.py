@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 import sdaccel
-from sdaccel import draw, model_cache
+from sdaccel import cli, draw, model_cache
 from sdaccel.backends import base
 from sdaccel.backends.cuda.plan import PLAN, ExecutionPlan
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components
@@ -28,12 +28,14 @@ from sdaccel.jobs import worker
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.storage import Folder
 from sdaccel.jobs.task import BatchTask, ImageTask, Options
+from sdaccel.listing import listed
 from sdaccel.models.checkpoint import open_checkpoint
 from sdaccel.profile import ImageProfile, Range
+from sdaccel.quality import psnr
 from sdaccel.ui.studio import Studio
 from tests import pipelines
 from tests.backends.cuda.test_backend import OnCpu
-from tests.tolerances import PIPELINE_MAX_ABS
+from tests.tolerances import FP16_IMAGE_PSNR, PIPELINE_MAX_ABS
 
 CALL = {"num_inference_steps": 2, "output_type": "np", "height": 64, "width": 64}
 
@@ -94,6 +96,14 @@ def test_a_second_checkpoint_takes_over_all_but_its_weights(on_cpu, store, work)
         assert new.details["adopted_from"] == old.key and "adopted_from" not in old.details
         assert len(new.details["check"]["shapes"]) == 1 and new.details["profiles"] == old.details["profiles"]
         assert new.weights != old.weights and not {*new.weights_entries} & {*old.weights_entries}
+
+
+def test_an_adopted_engine_says_so(on_cpu, store, capsys):
+    (first,) = build(store, 0)
+    (second,) = build(store, 600)
+    assert [listed(store, entry).to_json()["adopted_from"] for entry in (first, second)] == [None, first.key]
+    cli._print_engine(listed(store, second))
+    assert f" s, adopted from {first.key[:12]}" in capsys.readouterr().out
 
 
 def test_an_adopted_engine_is_the_one_that_would_have_been_built(on_cpu, store, work, tmp_path):
@@ -160,6 +170,30 @@ def test_onnx_runtime_exports_no_second_graph(monkeypatch):
     monkeypatch.setattr(to_onnx, "export_graph", None)
     (second,) = build(store, 500, backend="onnxruntime")
     assert second.engine.details["check"]["largest_error"] < 1e-4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_from_checkpoint_to_checkpoint_and_back(tmp_path):
+    store = with_graphs(tmp_path)
+    pipes = [pipelines.make("sd1", seed=seed).to(dtype=torch.float16) for seed in (0, 100)]
+    hosts = [model_cache.HostWeights(pipe) for pipe in pipes]
+    gc.collect()
+    free = torch.cuda.memory_allocated()
+    expected = []
+    for turn in range(4):
+        pipe, host = pipes[turn % 2], hosts[turn % 2]
+        host.move("cuda")
+        expected += [image(pipe)] if turn < 2 else []
+        sdaccel.accelerate(pipe, store=store)
+        assert psnr(image(pipe), expected[turn % 2], peak=1.0) >= FP16_IMAGE_PSNR
+        assert not pipe.sdaccel.last_report.fallbacks
+        adopted = "adopted_from" in pipe.sdaccel.contexts["unet"].engines[0].engine.details
+        assert adopted == (turn % 2 == 1)
+        sdaccel.restore(pipe)
+        host.leave()
+        gc.collect()
+        assert torch.cuda.memory_allocated() - free < host.nbytes / 2
+    assert psnr(expected[0], expected[1], peak=1.0) < FP16_IMAGE_PSNR - 10
 
 
 # ---- programs that go from model to model

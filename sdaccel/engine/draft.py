@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from sdaccel.engine import disk
-from sdaccel.engine.entry import CHUNK, MANIFESTS, FileInfo, file_info, plain_file, safe_name
+from sdaccel.engine.entry import CHUNK, MANIFESTS, FileInfo, digest_of, file_info, hashers, plain_file, safe_name
 from sdaccel.engine.manifest import seal, unseal
 from sdaccel.errors import EngineBroken, StoreError
-
-_STEP = 1 << 20  # bytes that are written and then hashed while they are still in the processor's cache
 
 
 class Draft:
@@ -105,15 +103,15 @@ class Draft:
 
 
 class Writer:
-    """A binary file of a draft that is hashed while it is written, front to back. A context manager."""
+    """A binary file of a draft, written front to back; other threads hash what is written. A context manager."""
 
     def __init__(self, draft: Draft, name: str, expected: int):
         self.path = draft.path / name
         self.size = 0
         self._draft = draft
         self._expected = expected
-        self._digests: list[str] = []
-        self._hash = hashlib.sha256()
+        self._hashers = hashers()
+        self._digests: list[Future[str]] = []
         with self._clear_errors():
             self._file: BinaryIO = self.path.open("xb", buffering=0)
 
@@ -125,17 +123,18 @@ class Writer:
         view = view.cast("B")
         start = 0
         while start < len(view):
-            part = view[start : start + min(_STEP, CHUNK - self.size % CHUNK)]
+            part = view[start : start + CHUNK - self.size % CHUNK]
             self._draft.doing(self.path, max(self._expected - self.size, len(part)))
             with self._clear_errors():
                 disk.write(self._file, part)
-            self._hash.update(part)
             self.size += len(part)
             start += len(part)
             if self.size % CHUNK == 0:
-                self._digests.append(self._hash.hexdigest())
-                self._hash = hashlib.sha256()
+                self._hash_next()
         return len(view)
+
+    def _hash_next(self) -> None:
+        self._digests.append(self._hashers.submit(digest_of, self.path, len(self._digests)))
 
     def tell(self) -> int:
         return self.size
@@ -147,11 +146,11 @@ class Writer:
         """Syncs the file to the disk and notes its digests."""
         if self._file.closed:
             return
-        with self._file, self._clear_errors():
-            disk.fsync(self._file)
         if self.size % CHUNK or not self._digests:
-            self._digests.append(self._hash.hexdigest())
-        self._draft.written(self.path.name, FileInfo(self.size, tuple(self._digests)))
+            self._hash_next()
+        with self._file, self._hashers, self._clear_errors():
+            disk.fsync(self._file)
+        self._draft.written(self.path.name, FileInfo(self.size, tuple(digest.result() for digest in self._digests)))
 
     def __enter__(self) -> Writer:
         return self
@@ -162,6 +161,7 @@ class Writer:
         if error is None:
             self.close()
         else:
+            self._hashers.shutdown(cancel_futures=True)
             self._file.close()
 
     def _clear_errors(self) -> AbstractContextManager[None]:

@@ -26,6 +26,8 @@ CHUNK = 64 << 20
 MANIFESTS = {"graphs": "graph.json", "weights": "weights.json", "engines": "engine.json"}
 AGAIN = "Build again: what is broken is made anew."
 
+MOST_THREADS = 16
+
 _READ = 1 << 20
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -241,14 +243,19 @@ def _state(entry: Entry, name: str) -> tuple[int, ...]:
 
 def _map_digests(work: Sequence[tuple[Path, int]]) -> list[str]:
     """The SHA-256 of each (path, which 64 MiB of it)."""
-    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(work) or 1))
+    pool = hashers(len(work))
     try:
-        return list(pool.map(_digest, *zip(*work, strict=True))) if work else []
+        return list(pool.map(digest_of, *zip(*work, strict=True))) if work else []
     finally:
         pool.shutdown(cancel_futures=True)  # so that Ctrl-C need not wait for gigabytes
 
 
-def _digest(path: Path, index: int) -> str:
+def hashers(work: int = MOST_THREADS) -> ThreadPoolExecutor:
+    """Threads for `digest_of`: as many as the machine has cores, up to where its memory is the limit."""
+    return ThreadPoolExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1, work)), "sdaccel-hash")
+
+
+def digest_of(path: Path, index: int) -> str:
     """SHA-256 of the ``index``-th 64 MiB of a file."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_READ))

@@ -22,7 +22,7 @@ import torch
 from sdaccel.errors import ModelError
 
 MAX_HEADER = 100_000_000
-CHUNK = 16 << 20
+CHUNK = 1 << 20
 
 ITEM_SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import StoreError
-from sdaccel.listing import READY, Listed, list_engines, size_text
+from sdaccel.listing import READY, Listed, adopted_from, list_engines, size_text
 from sdaccel.profile import OptimizationProfile
 from sdaccel.ui import builder_python
 from sdaccel.ui.requests import BuildRequest, open_checkpoint, parse
@@ -220,7 +220,7 @@ class _Known:
         for _, entry in self.all:
             engine = entry.engine
             same = (engine.component, engine.backend, engine.device) == (component, self.backend.name, device)
-            if not same or engine.build_seconds <= 0.0:
+            if not same or engine.build_seconds <= 0.0 or adopted_from(entry):
                 continue
             seconds = engine.build_seconds
             graph = self.graphs.get(engine.architecture)

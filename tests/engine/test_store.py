@@ -270,7 +270,7 @@ def test_a_big_file_is_read_once_a_process_unless_it_is_touched(store, monkeypat
     published = store.publish("graphs", sha("g"), lambda d: {"n": (d.path / "big").write_bytes(bytes(5000))})
     read = []
     monkeypatch.setattr(
-        entry, "_digest", lambda path, index, real=entry._digest: read.append(index) or real(path, index)
+        entry, "digest_of", lambda path, index, real=entry.digest_of: read.append(index) or real(path, index)
     )
     time.sleep(0.02)
     store.verify(published)
