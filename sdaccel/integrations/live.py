@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,52 +32,66 @@ def active(layer: nn.Module) -> list[str]:
     ]
 
 
+class _Active(NamedTuple):
+    """One of PEFT's layers, its adapters that are active, and what it keeps for them: modules, tensors and numbers."""
+
+    layer: nn.Module
+    names: tuple[str, ...]
+    kept: tuple[Any, ...]
+
+
 class Wrapped:
-    """A module of the model inside adapters' layers, the outermost first."""
+    """A module of the model inside adapters' layers, the outermost first, as they are when it is made."""
 
     def __init__(self, name: str, layers: Sequence[nn.Module], base: nn.Module):
         self.name = name
         self.base = base
-        self._layers = [(layer, names) for layer in layers if (names := active(layer))]
+        self.layers = list(layers)
+        self._seen = list(map(_glimpse, layers))
+        self._active = [
+            _Active(layer, names, tuple(_kept(layer, names))) for layer in layers if (names := tuple(active(layer)))
+        ]
+        self.adapters = tuple(dict.fromkeys(name for each in self._active for name in each.names))
+        self.tensors = [tensor for each in self._active for part in each.kept for tensor in _tensors(part)]
+        """All that adapters bring."""
+        self._description = [
+            (
+                type(each.layer),
+                each.names,
+                [repr(part) for part in each.kept if not isinstance(part, (nn.Module, Tensor))],
+            )
+            for each in self._active
+        ]
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for _, names in self._layers for name in names))
+    def stands(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether these are the layers, and as they were but for what tensors hold. Asked in every generation."""
+        try:
+            return self.layers == layers and self._seen == list(map(_glimpse, layers))
+        except (RuntimeError, ValueError, TypeError):  # tensors do not compare to one truth
+            return False
 
     def refusal(self) -> str | None:
         """Why no weights give what the layers compute; None if some do."""
-        for layer, names in self._layers:
+        for layer, _, kept in self._active:
             if not callable(getattr(layer, "merge", None)):
                 return f"an adapter is active around {self.name} that cannot be merged ({type(layer).__name__})"
-            for part in self._parts(layer, names):
-                for module in part.modules() if isinstance(part, nn.Module) else ():
-                    if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-                        return f"the adapter around {self.name} is in training mode and has dropout"
+            if any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in kept):
+                return f"the adapter around {self.name} is in training mode and has dropout"
         return None
 
-    def tensors(self) -> list[Tensor]:
-        """All that adapters bring."""
-        found: list[Tensor] = []
-        for layer, names in self._layers:
-            for part in self._parts(layer, names):
-                if isinstance(part, nn.Module):
-                    found += [*part.parameters(), *part.buffers()]
-                elif isinstance(part, Tensor):
-                    found.append(part)
-        return found
-
-    @staticmethod
-    def _parts(layer: nn.Module, names: Iterable[str]) -> list[Any]:
-        fields = (*getattr(layer, "adapter_layer_names", ()), *getattr(layer, "other_param_names", ()))
-        groups = [group for field in fields if isinstance(group := getattr(layer, field, None), (dict, nn.Module))]
-        return [group[name] for group in groups for name in names if name in group]  # type: ignore[operator,index]
+    def key(self, sums: Sums) -> Any:
+        return (
+            self._description,
+            [(tensor.shape, tensor.dtype) for tensor in self.tensors],
+            list(map(sums, self.tensors)),
+        )
 
     def patches(self, edits: Mapping[str, Patch], sums: Sums, scale: float) -> dict[str, Patch]:
         """Of the weight, and of the bias where it can change. ``edits``: of the module's own parameters by name.
 
         ``scale`` multiplies all adapters, as ``cross_attention_kwargs`` of diffusers does.
         """
-        key = (scale, *(_describe(layer, self._parts(layer, names), names, sums) for layer, names in self._layers))
+        key = (scale, repr(self.key(sums)))
         terms = self._low_rank(scale)
         found = {}
         for parameter, value in self.base._parameters.items():
@@ -100,7 +115,7 @@ class Wrapped:
     def _low_rank(self, scale: float) -> list[_Term] | None:
         """The adapters as pairs of factors, if they are all plain LoRA."""
         terms = []
-        for layer, names in self._layers:
+        for layer, names, _ in self._active:
             for name in names:
                 first, second = (getattr(layer, field, {}) for field in ("lora_A", "lora_B"))
                 plain = (
@@ -121,11 +136,11 @@ class Wrapped:
 
     def _merged(self, parameter: str, value: Tensor, scale: float) -> Tensor:
         """A parameter after the adapters' own ``merge``, in float32, on shells of the layers: they stay as they are."""
-        device = next((tensor.device for tensor in self.tensors()), value.device)
+        device = next((tensor.device for tensor in self.tensors), value.device)
         values = {name: p.detach() for name, p in self.base._parameters.items() if p is not None} | {parameter: value}
         held = {name: nn.Parameter(_exact(each.to(device)), requires_grad=False) for name, each in values.items()}
         inner = _shell(self.base, _parameters={**self.base._parameters, **held})
-        for layer, names in reversed(self._layers):
+        for layer, names, _ in reversed(self._active):
             outer = _shell(
                 layer, _modules={**layer._modules, "base_layer": inner}, merged_adapters=[], _caches={}, training=False
             )
@@ -145,18 +160,45 @@ _Term = tuple[Tensor, Tensor, float]
 """A, B and the scale of B A"""
 
 
-def _describe(layer: nn.Module, parts: Iterable[Any], names: Sequence[str], sums: Sums) -> Hashable:
-    tensors: list[Hashable] = []
-    plain: list[Hashable] = []
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for tensor in (*part.parameters(), *part.buffers()):
-                tensors.append((tuple(tensor.shape), tensor.dtype, sums(tensor)))
-        elif isinstance(part, Tensor):
-            tensors.append((tuple(part.shape), part.dtype, sums(part)))
+@functools.cache
+def _fields(kind: Hashable) -> tuple[str, ...]:
+    return (*getattr(kind, "adapter_layer_names", ()), *getattr(kind, "other_param_names", ()))
+
+
+def _glimpse(layer: nn.Module) -> list[Any]:
+    """Everything about a layer that decides what it computes, but for what tensors hold."""
+    state, modules = layer.__dict__, layer._modules
+    found: list[Any] = [dict(modules), state.get("_active_adapter"), state.get("_disable_adapters")]
+    found.append(list(state.get("merged_adapters") or ()))
+    for field in _fields(layer.__class__):
+        group = modules.get(field)
+        if group is not None:
+            found += [dict(group._modules), dict(group._parameters), dict(group._buffers)]
         else:
-            plain.append(repr(part))
-    return type(layer), tuple(names), tuple(plain), tuple(tensors)
+            value = state.get(field)
+            found.append(dict(value) if isinstance(value, dict) else value)
+    variants = state.get("lora_variant")
+    return [*found, dict(variants) if isinstance(variants, dict) else variants]
+
+
+def _kept(layer: nn.Module, names: Sequence[str]) -> Iterator[Any]:
+    for field in _fields(layer.__class__):
+        group = layer._modules.get(field)
+        found: Any = (
+            layer.__dict__.get(field) if group is None else group._modules or group._parameters or group._buffers
+        )
+        if isinstance(found, dict):
+            yield from (found[name] for name in names if name in found)
+
+
+def _tensors(part: Any) -> Iterator[Tensor]:
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, nn.Module):
+        for group in (part._parameters, part._buffers):
+            yield from (tensor for tensor in group.values() if tensor is not None)
+        for child in part._modules.values():
+            yield from _tensors(child)
 
 
 def _exact(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,16 +104,22 @@ class ModuleWatch:
         """Of its weights, at the last look."""
         self._foreign = _foreign_forward(module)
         self._parts = [_Part(name, part) for name, part in _own_parts(module)]
+        self._by_name = {part.name: part for part in self._parts}
         self._root = self._parts[0]
         self._weights = [weight for part in self._parts for weight in part.weights()]
         self._classes = _methods(self._parts)
         self._adapter_layers: dict[str, list[nn.Module]] = {}
         """Around a module of our own, by its name, the outermost first."""
         self._changed: list[_Part] = []
+        self._around: list[Wrapped] = []
         self._wrapped: list[Wrapped] = []
+        """Those of them that change something."""
         self.edits: list[str] = []
         """Names of weights that differ from the engine's, and not by adapters."""
+        self._edits: dict[str, Patch] = {}
         self._patches: dict[float, Patches] = {}
+        self._state: Any = ([], [])
+        """What the patches are made of."""
         self._sums = _Sums()
         self._attentions = [part for part in self._parts if hasattr(part.module, "processor")]
         self._blocks = [block.__dict__ for block in getattr(module, "up_blocks", ())]
@@ -155,7 +161,7 @@ class ModuleWatch:
             if (
                 now - self._looked < self._cost / SHARE
                 and RemovableHandle.next_id == self._hook_count
-                and not self._root.differs(self._root_state)
+                and not self._root.differs(self._root_state, self._root.accepted)
                 and (now - self._glanced < self._glance_cost / SHARE or not self._glance())
             ):
                 return None
@@ -237,16 +243,26 @@ class ModuleWatch:
                 return f"{name} of the class {owner.__name__} has been replaced"
         self._adapter_layers = {}
         for part in self._changed:
-            for key, known, new in part.replaced_embeddings():
-                self._take_for(part, key, known, new)
-            reason = part.reason(part is self._root, self._adapter_layers)
-            if reason:
-                return reason
+            if part.around is None or part.changed_since():
+                reason = self._look_into(part)
+                if reason:
+                    return reason
+            self._adapter_layers.update(part.around or {})
         if self.module.training:
             for part in self._parts:
                 if part.drops_out():
                     return "the module is in training mode and has dropout"
         return None
+
+    def _look_into(self, part: _Part) -> str | None:
+        part.around = None
+        for key, known, new in part.replaced_embeddings():
+            self._take_for(part, key, known, new)
+        around: dict[str, list[nn.Module]] = {}
+        reason = part.reason(part is self._root, around)
+        if reason is None:
+            part.around = around
+        return reason
 
     def _take_for(self, parent: _Part, key: str, known: nn.Module, new: nn.Module) -> None:
         """A table of embeddings that stands where another stood: vocabularies grow and shrink so."""
@@ -258,12 +274,14 @@ class ModuleWatch:
                 part.become(new)
 
     def _adapted(self) -> str | None:
-        self._wrapped = [
-            Wrapped(part.name, self._adapter_layers[part.name], part.module)
-            for part in self._parts
-            if part.name in self._adapter_layers
-        ]
-        self._wrapped = [wrapped for wrapped in self._wrapped if wrapped.adapters]
+        known = {wrapped.name: wrapped for wrapped in self._around}
+        self._around = []
+        for name, layers in self._adapter_layers.items():
+            found = known.get(name)
+            if found is None or not found.stands(layers):
+                found = Wrapped(name, layers, self._by_name[name].module)
+            self._around.append(found)
+        self._wrapped = [wrapped for wrapped in self._around if wrapped.adapters]
         return next((reason for wrapped in self._wrapped if (reason := wrapped.refusal())), None)
 
     # the weights
@@ -297,22 +315,23 @@ class ModuleWatch:
     def _renew_patches(self, reason: str | None) -> None:
         if reason is not None:
             return
-        found = self._patches_now(1.0)
-        known = self._patches.get(1.0, NOTHING)
-        if found.keys() != known.keys() or any(patch.key != known[name].key for name, patch in found.items()):
-            self._patches = {1.0: found}
+        edited = [weight for weight in self._weights if weight.edited()]
+        self._sums.read([tensor for wrapped in self._wrapped for tensor in wrapped.tensors])
+        state = (
+            [(weight.name, weight.content) for weight in edited],
+            [(wrapped.name, wrapped.key(self._sums)) for wrapped in self._wrapped],
+        )
+        if state != self._state:
+            self._state, self._patches = state, {}
+            self._edits = {weight.name: weight.patch(self._merged_around(weight.name)) for weight in edited}
+            self.edits = [name for name, patch in self._edits.items() if not patch.adapters]
 
     def _patches_now(self, scale: float) -> Patches:
-        edits = {
-            weight.name: weight.patch(self._merged_around(weight.name)) for weight in self._weights if weight.edited()
-        }
-        self.edits = [name for name, patch in edits.items() if not patch.adapters]
-        if not edits and not self._wrapped:
+        if not self._edits and not self._wrapped:
             return NOTHING
-        self._sums.read([tensor for wrapped in self._wrapped for tensor in wrapped.tensors()])
-        found: dict[str, Patch] = dict(edits)
+        found: dict[str, Patch] = dict(self._edits)
         for wrapped in self._wrapped:
-            found.update(wrapped.patches(edits, self._sums, scale))
+            found.update(wrapped.patches(self._edits, self._sums, scale))
         return found
 
     def _merged_around(self, weight: str) -> tuple[str, ...]:
@@ -373,12 +392,13 @@ class _Part:
     """One module: its class, attributes, children and parameters as they were."""
 
     __slots__ = (
-        "_accepted",
         "_attributes",
         "_hooks",
         "_parameters",
         "_pre_hooks",
         "_special",
+        "accepted",
+        "around",
         "children",
         "kind",
         "module",
@@ -391,7 +411,9 @@ class _Part:
         self.kind = type(module)
         self._attributes = dict(module.__dict__)
         self.children = {key: _base(child) for key, child in module._modules.items()}
-        self._accepted: dict[str, nn.Module | None] = self.children  # type: ignore[assignment]
+        self.around: dict[str, list[nn.Module]] | None = None
+        """Adapters around children at the last look, if nothing was against an engine."""
+        self.accepted: dict[str, nn.Module | None] = self.children  # type: ignore[assignment]
         """The children at the last look, adapters around them or not."""
         self._parameters = module._parameters
         self._hooks = module._forward_hooks
@@ -409,13 +431,10 @@ class _Part:
         found: list[tuple[str, nn.Module, nn.Module]] = []
         for key, known in self.children.items():
             new = self.module._modules.get(key)
-            if (
-                type(known) is nn.Embedding
-                and type(new) is nn.Embedding
-                and new is not known
-                and not (new._forward_hooks or new._forward_pre_hooks)
-                and all(getattr(known, name) == getattr(new, name) for name in _OF_EMBEDDINGS)
-            ):
+            if not isinstance(known, nn.Embedding) or not isinstance(new, nn.Embedding) or new is known:
+                continue
+            plain = type(known) is type(new) is nn.Embedding and not (new._forward_hooks or new._forward_pre_hooks)
+            if plain and all(getattr(known, name) == getattr(new, name) for name in _OF_EMBEDDINGS):
                 found.append((key, known, new))
         return found
 
@@ -439,21 +458,17 @@ class _Part:
     def changed_since(self) -> bool:
         """Whether anything differs from the last look."""
         return (
-            self.differs(self._attributes, self._accepted)
-            or bool(self._hooks)
-            or bool(self._pre_hooks)
-            or self._special
+            self.differs(self._attributes, self.accepted) or bool(self._hooks) or bool(self._pre_hooks) or self._special
         )
 
     def accept(self) -> None:
-        self._accepted = dict(self.module._modules)
+        self.accepted = dict(self.module._modules)
 
     def only_wrapped(self) -> bool:
-        """Whether adapters around children are all that differs."""
-        same = {key: _base(child) for key, child in self.module._modules.items()} == self.children
-        return same and not self.changed_since()
+        """Whether adapters around children are all that differed at the last look."""
+        return self.around is not None and not self.changed_since()
 
-    def differs(self, attributes: dict[str, Any], children: dict[str, nn.Module | None] | None = None) -> bool:
+    def differs(self, attributes: dict[str, Any], children: Mapping[str, nn.Module | None] | None = None) -> bool:
         """Whether class, children or ``attributes`` are others. Values that are the same object compare at once."""
         module = self.module
         children = self.children if children is None else children
@@ -491,6 +506,8 @@ class _Part:
         return self._attribute_changed(name, _FREE | _FREE_OF_ROOT if root else _FREE)
 
     def _attribute_changed(self, name: str, free: frozenset[str]) -> str | None:
+        if not self.differs(self._attributes, self.module._modules):
+            return None
         now, then = self.module.__dict__, self._attributes
         for key in sorted(now.keys() | then.keys(), key=lambda key: (key.startswith("_"), key)):
             if key in free or (key in now and key in then and now[key] is then[key]):
@@ -600,7 +617,12 @@ class _Weight:
 
     def patch(self, adapters: tuple[str, ...]) -> Patch:
         """The parameter as it is now. ``adapters``: names of those that are merged into it."""
-        return Patch(("edit", *self._bits, self._now), self._value, adapters, edit=True)
+        return Patch(("edit", *self.content), self._value, adapters, edit=True)
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """Differs where values differ."""
+        return (*self._bits, self._now)
 
     def _value(self, base: torch.Tensor) -> torch.Tensor:
         now = self.now()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import peft
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
@@ -226,3 +227,19 @@ def test_weights_read_at_once_are_read_as_one_by_one(monkeypatch):
         watch, "fingerprints", lambda tensors: pytest.fail("read again, though nothing has changed since")
     )
     assert together.reason(careful=True) is None and together.edits == ["conv_in.weight"]
+
+
+def test_adapters_need_no_look_at_every_step():
+    """Around layers of the module itself too; a change of them is seen by the next look."""
+    watched = Watched()
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q", "conv_in", "conv_out", "proj_in"])
+    watched.unet.add_adapter(config, "style")
+    watched.watch.unsettle()
+    patches = [(watched.glance(), watched.watch.patches()) for _ in range(5)]
+    assert watched.looks == 1 and patches == 5 * [(None, patches[0][1])]
+    assert patches[0][1]["conv_in.weight"].adapters == ("style",)
+    watched.unet.conv_in.scaling["style"] = 0.3
+    assert watched.watch.reason(careful=True) is None
+    again = watched.watch.patches()
+    changed = {name for name, patch in again.items() if patch.key != patches[0][1][name].key}
+    assert changed == {"conv_in.weight"}

@@ -363,22 +363,19 @@ class Executor:
 
     def _move_out(self, names: Iterable[str]) -> None:
         """Buffers of their own for these weights and those that they are joined with."""
-        new = [name for name in names if name not in self._base]
+        whole = {part: joined for joined, parts in self.plan.joined.items() for part in parts}
+        new = list(dict.fromkeys(whole.get(name, name) for name in names if name not in self._base))
         if not new:
             return
-        self.forget()
-        whole = {part: joined for joined, parts in self.plan.joined.items() for part in parts}
-        for name in new:
-            joined = whole.get(name)
-            if joined is None:
-                self._base[name] = self.weights[name]
-                self.weights[name] = self.weights[name].clone()
-            elif name not in self._base:
-                parts = self.plan.joined[joined]
-                self._base.update((part, self.weights[part]) for part in parts)
-                self.weights[joined] = self.weights[joined].clone()
+        self._wait()
+        self._captured.clear()
+        for name, buffer in zip(new, _copies([self.weights[name] for name in new]), strict=True):
+            parts = self.plan.joined.get(name)
+            self._base.update((part, self.weights[part]) for part in parts or (name,))
+            self.weights[name] = buffer
+            if parts:
                 rows = [self.weights[part].shape[0] for part in parts]
-                self.weights.update(zip(parts, self.weights[joined].split(rows), strict=True))
+                self.weights.update(zip(parts, buffer.split(rows), strict=True))
         self._chooser.know(self.weights.values())
 
     def tune(self, inputs: Mapping[str, Tensor], tuner: Tuner) -> list[StepChoice]:
@@ -544,6 +541,20 @@ def _free_workspaces() -> None:
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of the same layouts, in one piece of memory: hundreds of allocations would take longer than what is copied."""
+    sizes = [-(-tensor.numel() // _APART) * _APART for tensor in tensors]
+    arena = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
+    places = zip(tensors, arena.split(sizes), strict=True)
+    found = [place[: tensor.numel()].as_strided(tensor.shape, tensor.stride()) for tensor, place in places]
+    torch._foreach_copy_(found, list(tensors))
+    return found
+
+
+_APART = 256
+"""Elements, of two bytes or more: as far as allocations lie apart."""
 
 
 def _laid_out(inputs: Mapping[str, Tensor]) -> Values:
