@@ -67,7 +67,7 @@ LEFT = {
         "ToTokens": 2,
         "ToImage": 1,
     },
-    # 4 resnets, 2 transformers, 1 down-sampler; 8 convolutions for the image, added once, and one for each of 5 residuals.
+    # 4 resnets, 2 transformers, 1 down-sampler; 8 convolutions of the image, added once, and one for each of 5 results.
     "controlnet": {
         "GroupNorm": 2 * 4 + 2,
         "Conv": 1 + 8 + 2 * 4 + 1 + 2 * 2 + 1 + 5,
