@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdaccel import metadata
-from sdaccel.errors import ModelError, SettingError, StoreError
+from sdaccel.errors import ModelError, SdaccelError, SettingError, StoreError
 from sdaccel.lora import LiveWeights, Lora, applied
 from sdaccel.profile import ImageProfile, Range
 
@@ -148,6 +149,26 @@ def open_on_host(
     return fit_pipeline(load_pipeline(checkpoint, dtype=dtype, tokenizer=tokenizer), request)
 
 
+@contextmanager
+def verifying(checkpoint: Any, request: Request, store: Any, backend: Backend | None) -> Iterator[None]:
+    """Verifies meanwhile the engines that ``request`` will call: disk and processor have little else to do while a
+    model's weights go to a GPU. What is wrong with an engine is told when it is loaded."""
+    from sdaccel.builder import engines_here
+
+    def verify() -> None:
+        if backend is None:
+            return
+        for component in components_needed(checkpoint, request):
+            with suppress(SdaccelError):
+                for entry in engines_here(checkpoint, component, backend, store)[:1]:
+                    store.open_engine(entry.key)
+
+    with ThreadPoolExecutor(1, "sdaccel-verify") as pool:
+        done = pool.submit(verify)
+        yield
+        done.result()
+
+
 def device_for(backend: Backend | None) -> str:
     """ "cpu" or "cuda"."""
     import torch
@@ -209,7 +230,9 @@ def open_accelerated(
     width, height = request.width or checkpoint.native_side, request.height or checkpoint.native_side
     if build == "if-missing":
         build_missing(checkpoint, components, store, backend, width, height, progress=progress)
-    pipe = open_pipeline(checkpoint, request, tokenizer, pick_backend(backend))
+    chosen = pick_backend(backend)
+    with verifying(checkpoint, request, store, chosen):
+        pipe = open_pipeline(checkpoint, request, tokenizer, chosen)
     how = {"store": store, "backend": backend, "build": "never", "fallback": fallback}
     accelerate(pipe, components=components, checkpoint=checkpoint, **how)
     return pipe, largest_batch(pipe.sdaccel, width, height)

@@ -19,7 +19,7 @@ import sdaccel
 from sdaccel import cli, draw, model_cache
 from sdaccel.backends import base
 from sdaccel.backends.cuda.plan import PLAN, ExecutionPlan
-from sdaccel.builder import BuilderConfig, build_engines, buildable_components
+from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.entry import MANIFESTS
 from sdaccel.engine.store import Store
 from sdaccel.export import to_onnx
@@ -330,3 +330,28 @@ def test_the_pages_keep_models_too(two, monkeypatch):
     studio.forget()
     gc.collect()
     assert pipe() is None
+
+
+def test_engines_are_verified_while_weights_are_read(two, tmp_path, opened, monkeypatch):
+    order, plain = [], Store.open_engine
+    monkeypatch.setattr(Store, "open_engine", lambda store, key: (order.append(key), plain(store, key))[1])
+    painter = Painter(two, tmp_path)
+    painter.draw(two.models[0])
+    assert len(order) == 6 and sorted(order[:3]) == sorted(order[3:])
+    painter.worker.close()
+
+
+def test_a_damaged_engine_is_told_when_it_is_loaded(two, tmp_path, monkeypatch):
+    shutil.copytree(two.store, tmp_path / "store")
+    checkpoint = open_checkpoint(two.models[0])
+    backend = base.pick_backend("onnxruntime")
+    (entry, *_) = engines_here(checkpoint, "unet", backend, Store(tmp_path / "store"))
+    path = entry.file("model.onnx")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    request = draw.Request("a red circle", "", 64, 64, 2, 5.0, 3)
+    pipe, _ = draw.open_accelerated(checkpoint, request, Store(tmp_path / "store"), "onnxruntime", "never")
+    (report,) = draw.draw(pipe, request).reports
+    assert {fallback.component for fallback in report.fallbacks} == {"unet"}
+    assert "has changed since it was built" in report.fallbacks[0].reason

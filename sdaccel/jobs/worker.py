@@ -35,6 +35,7 @@ from sdaccel.draw import (
     parameters,
     refusals,
     usual_guidance,
+    verifying,
     with_size,
 )
 from sdaccel.errors import SdaccelError, SettingError
@@ -449,8 +450,9 @@ class _Model:
             if self.progress is not None:
                 self.progress(f"loading {self.checkpoint.name}", 0.0)
             tokenizer = Path(self.options.tokenizer) if self.options.tokenizer else None
-            self._host = HostWeights(open_on_host(self.checkpoint, plain, tokenizer, self.backend))
-            self._base = self._host.move(device_for(self.backend))
+            with verifying(self.checkpoint, plain, self.store, self.backend):
+                self._host = HostWeights(open_on_host(self.checkpoint, plain, tokenizer, self.backend))
+                self._base = self._host.move(device_for(self.backend))
             self._nbytes = self._host.nbytes
             if self._nbytes > self._room:
                 self._host = None

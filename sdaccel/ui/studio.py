@@ -123,7 +123,7 @@ class Studio:
             self._kept.clear()
 
     def _opened(self, model: str, request: Request, progress: Progress) -> _Open:
-        from sdaccel.draw import device_for, open_on_host
+        from sdaccel.draw import device_for, open_on_host, verifying
         from sdaccel.model_cache import HostWeights
 
         if self._open is not None and self._open.model == model:
@@ -134,11 +134,13 @@ class Studio:
         progress("opening the model", 0.0)
         opened = self._kept.take(model)
         if opened is None or opened.changed:
-            checkpoint = open_checkpoint(BuildRequest(model=model))
-            backend = backend_of(BuildRequest())
-            pipe = open_on_host(checkpoint, replace(request, scheduler=None), None, backend)
-            opened = _Open(model, checkpoint, pipe, pipe.scheduler, None, HostWeights(pipe), device_for(backend))
-        opened.host.move(opened.device)
+            checkpoint, backend = open_checkpoint(BuildRequest(model=model)), backend_of(BuildRequest())
+            with verifying(checkpoint, request, self.store, backend):
+                pipe = open_on_host(checkpoint, replace(request, scheduler=None), None, backend)
+                opened = _Open(model, checkpoint, pipe, pipe.scheduler, None, HostWeights(pipe), device_for(backend))
+                opened.host.move(opened.device)
+        else:
+            opened.host.move(opened.device)
         if opened.colours is None:
             opened.colours = colour_map(opened.pipe)
         progress("opening the model", 0.0)
