@@ -21,6 +21,7 @@ from torch import nn
 
 from sdaccel.engine.patch import NOTHING, Patches
 from sdaccel.errors import SdaccelError, UnsupportedCall
+from sdaccel.export.components import residual_layout
 from sdaccel.integrations.host import SWITCHED_OFF, Loaded, WebHost
 from sdaccel.integrations.host_engines import ModelEngines
 from sdaccel.integrations.host_networks import merged
@@ -257,7 +258,9 @@ class Forge(WebHost):
             # While ours is away: one that other code has put there is a reason against engines.
             with swapped((unet, "forward", before)):
                 residuals = functools.partial(_residuals, control, x) if control else None
-                return self.call_unet(unet, plain, x, timesteps, context, y, refused, False, residuals)
+                return self.call_unet(
+                    unet, plain, x, timesteps, context, y, refused=refused, whole=False, residuals=residuals
+                )
 
         before = unet.__dict__.get("forward", ABSENT)
         with swapped((unet, "forward", answer)):
@@ -315,8 +318,6 @@ def _residuals(control: Any, x: torch.Tensor, config: Mapping[str, Any]) -> dict
 
     The host takes them from the end of its lists: the last of "output" is for the last skip connection.
     """
-    from sdaccel.export.components import residual_layout
-
     if not isinstance(control, Mapping):
         raise UnsupportedCall("the UNet was called with ControlNet residuals of an unknown kind.")
     for name, values in control.items():

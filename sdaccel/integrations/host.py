@@ -345,49 +345,60 @@ class WebHost:
         timesteps: torch.Tensor,
         context: torch.Tensor,
         y: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """One call of the UNet through an engine, see `run_unet`, or through ``plain``, the same call in torch."""
+        engine = functools.partial(self.run_unet, module, x, timesteps, context, y, **options)
+        return self._dispatch("unet", engine, plain, lambda result: result)
+
+    def run_unet(
+        self,
+        module: nn.Module,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        context: torch.Tensor,
+        y: torch.Tensor | None,
+        *,
         refused: Mapping[str, Any],
         whole: bool,
         residuals: Callable[[Mapping[str, Any]], Mapping[str, torch.Tensor]] | None = None,
     ) -> torch.Tensor:
-        """One call of the UNet, (batch, channels, height, width) like ``x``, in its dtype and on its device.
+        """What an engine gives: (batch, channels, height, width) like ``x``, in its dtype and on its device.
 
-        plain: the same call in torch. timesteps: (batch,). context: (batch, tokens, width). y: (batch, vector) of SDXL.
-        refused: further arguments by name, all of which must be None or empty for an engine.
+        timesteps: (batch,). context: (batch, tokens, width). y: (batch, vector) of SDXL.
+        refused: further arguments by name, all of which must be None or empty.
         whole: sides that the UNet halves unevenly are computed otherwise by the host than by engines.
         residuals: of a ControlNet, as inputs of an engine, for the UNet's config.
+        Raises one of `FALLBACK_ERRORS`.
         """
-
-        def engine() -> torch.Tensor:
-            for name, value in refused.items():
-                if value is not None and not (isinstance(value, (dict, list, tuple)) and not value):
-                    raise UnsupportedCall(f"the UNet was called with {name}, which engines do not take.")
-            inputs = {"sample": x, "timestep": timesteps, "encoder_hidden_states": context, "y": y}
-            tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-            for name, tensor in tensors.items():
-                if not isinstance(tensor, torch.Tensor):
-                    raise UnsupportedCall(f"{name} is a {type(tensor).__name__}; engines take tensors.")
-            tensors["timestep"] = timesteps.float().expand(len(x)) if timesteps.dim() < 2 else timesteps
-            engines, patches = self._ready("unet", module, tensors)
-            height, width = x.shape[-2:]
-            size = width * engines.factor, height * engines.factor
-            step = 2 ** (engines.levels - 1)
-            if whole and (height % step or width % step):
-                raise UnsupportedCall(
-                    f"{size[0]}x{size[1]} is no multiple of {step * engines.factor} pixels: the host resizes skip "
-                    "connections there, which engines do otherwise."
-                )
-            if residuals is not None:
-                tensors |= residuals(engines.component("unet").config)
-            unet = engines.context("unet")
-            try:
-                out = run_in_parts(unet, tensors, self.run.report, engines.factor, patches)["sample_out"]
-            except ProfileError:
-                self.run.missing.add((engines.path, *size, context.shape[1]))
-                raise
-            self.run.made.add((engines.path, *size))
-            return out.to(x.device, x.dtype)
-
-        return self._dispatch("unet", engine, plain, lambda result: result)
+        for name, value in refused.items():
+            if value is not None and not (isinstance(value, (dict, list, tuple)) and not value):
+                raise UnsupportedCall(f"the UNet was called with {name}, which engines do not take.")
+        inputs = {"sample": x, "timestep": timesteps, "encoder_hidden_states": context, "y": y}
+        tensors = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise UnsupportedCall(f"{name} is a {type(tensor).__name__}; engines take tensors.")
+        tensors["timestep"] = timesteps.float().expand(len(x)) if timesteps.dim() < 2 else timesteps
+        engines, patches = self._ready("unet", module, tensors)
+        height, width = x.shape[-2:]
+        size = width * engines.factor, height * engines.factor
+        step = 2 ** (engines.levels - 1)
+        if whole and (height % step or width % step):
+            raise UnsupportedCall(
+                f"{size[0]}x{size[1]} is no multiple of {step * engines.factor} pixels: the host resizes skip "
+                "connections there, which engines do otherwise."
+            )
+        if residuals is not None:
+            tensors |= residuals(engines.component("unet").config)
+        unet = engines.context("unet")
+        try:
+            out = run_in_parts(unet, tensors, self.run.report, engines.factor, patches)["sample_out"]
+        except ProfileError:
+            self.run.missing.add((engines.path, *size, context.shape[1]))
+            raise
+        self.run.made.add((engines.path, *size))
+        return out.to(x.device, x.dtype)
 
     def call_decode(self, module: nn.Module, plain: Callable[[], T], z: torch.Tensor) -> Any:
         """The image of latents, (batch, 3, height, width) in -1…1, in their dtype; ``plain`` is torch's decode."""

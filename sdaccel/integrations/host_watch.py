@@ -86,9 +86,13 @@ def replaced_forward(module: nn.Module, name: str) -> str | None:
 
 
 # Where hosts keep their own books about a layer: LoRA backups and names (what a LoRA does shows in the weights), where
-# Lightning last put it, what shape it last saw.
+# Lightning last put it, what shape it last saw, what ControlNet's extension notes.
 BOOKS = (
     "_device",
+    "_original_forward",
+    "cond_mark",
+    "current_h_shape",
+    "is_in_high_res_fix",
     "last_z_shape",
     "network_bias_backup",
     "network_current_names",

@@ -23,11 +23,13 @@ import torch
 from torch import nn
 
 from sdaccel.engine.patch import NOTHING, Patches
-from sdaccel.errors import SdaccelError, SettingError
+from sdaccel.errors import ProfileError, SdaccelError, SettingError
+from sdaccel.export.components import residual_layout
 from sdaccel.integrations.host import SWITCHED_OFF, Loaded, WebHost
 from sdaccel.integrations.host_engines import ContentHashes, ModelEngines
 from sdaccel.integrations.host_networks import Networks
-from sdaccel.integrations.host_watch import Kept, replaced_forward, swapped
+from sdaccel.integrations.host_watch import ABSENT, Kept, replaced_forward, swapped
+from sdaccel.integrations.webui_controlnet import Controlled, is_controlnet
 
 PREFIX = "[sdaccel] "
 MODULES = ("shared", "devices", "sd_unet", "sd_models", "sd_vae", "script_callbacks")
@@ -50,6 +52,7 @@ class WebUI(WebHost):
         self._vae_before: dict[str, Any] = {}
         self._unet_class: type | None = None
         self._networks: Networks | None = None
+        self._controlled: tuple[nn.Module, Controlled] | None = None
 
     # what the host has
 
@@ -173,8 +176,8 @@ class WebUI(WebHost):
             self.report.fell_back("unet", self._why_none())
         if loaded is None or unet.current_unet is None or not self._is_ours(unet.current_unet):
             return
-        reason = replaced_forward(loaded.unet, "forward of the UNet")
-        if reason:  # it may never ask us
+        self._take_controlnet(loaded.unet)
+        if self._controlled is None and replaced_forward(loaded.unet, "forward of the UNet"):  # it may never ask us
             self.bring_back(loaded)
 
     def _is_ours(self, unet: Any) -> bool:
@@ -185,6 +188,7 @@ class WebUI(WebHost):
     def begin(self, p: Any) -> None:
         """Script.process: before the host chooses its UNet and encodes the image of img2img."""
         super().begin(p)
+        self._leave_controlnet()
         self._take_vae()
         self._offer_option()
         loaded = self.loaded()
@@ -193,6 +197,7 @@ class WebUI(WebHost):
 
     def describe(self, p: Any) -> None:
         """Script.postprocess_batch: images are decoded, their infotext is not written yet."""
+        self._leave_controlnet()
         current = self.host.sd_unet.current_unet
         if "unet" not in self.report.components and current is not None and self._is_ours(current):
             loaded = self.loaded()
@@ -248,7 +253,54 @@ class WebUI(WebHost):
             with swapped((self.host.sd_unet, "current_unet", None)):
                 return type(loaded.unet).forward(loaded.unet, x, timesteps, context, *args, **kwargs)
 
-        return self.call_unet(loaded.unet, plain, x, timesteps, context, y, refused, whole=True)
+        return self.call_unet(loaded.unet, plain, x, timesteps, context, y, refused=refused, whole=True)
+
+    # ControlNet, whose extension never asks the host's SD Unet
+
+    def _take_controlnet(self, unet: nn.Module) -> None:
+        if is_controlnet(unet.__dict__.get("forward")):
+            self._controlled = unet, Controlled(unet.__dict__["forward"], self.controlled)
+            unet.__dict__["forward"] = self._controlled[1]
+
+    def _leave_controlnet(self) -> None:
+        """The extension puts its forward in and takes it out between generations: it finds its own."""
+        if self._controlled is not None:
+            unet, ours = self._controlled
+            if unet.__dict__.get("forward") is ours:
+                unet.__dict__["forward"] = ours.theirs
+            self._controlled = None
+
+    def controlled(self, forward: Controlled, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the extension's forward, with an engine where it runs the UNet's blocks."""
+        loaded = self.loaded()
+        if loaded is None:
+            raise SettingError("ControlNet calls a UNet, but the host has no Stable Diffusion model loaded.")
+
+        def run(x: Any, context: Any, y: Any, residuals: Any) -> torch.Tensor:
+            return self.run_unet(
+                loaded.unet, x, timesteps, context, y, refused={}, whole=True, residuals=lambda _: residuals
+            )
+
+        def engine() -> torch.Tensor:
+            if x.shape in forward.misfits:
+                raise forward.misfits[x.shape]
+            with swapped((loaded.unet, "forward", ABSENT)):
+                engines, _ = self._ready("unet", loaded.unet, {"sample": x})
+                places = residual_layout(engines.component("unet").config)
+                try:
+                    return forward.follow(loaded.unet, places, run, x, timesteps, context, *args, **kwargs)
+                except ProfileError as error:
+                    forward.misfits[x.shape] = error
+                    raise
+
+        def plain() -> torch.Tensor:
+            self.bring_back(loaded)
+            with swapped((self.host.sd_unet, "current_unet", None)):
+                return forward.theirs(x, timesteps, context, *args, **kwargs)
+
+        return self._dispatch("unet", engine, plain, lambda result: result)
+
+    # the torch UNet, which the host keeps on the CPU while another one is chosen
 
     def bring_back(self, loaded: Loaded) -> None:
         """The torch UNet onto the host's device; it stays there until the next generation begins."""
@@ -287,6 +339,7 @@ class WebUI(WebHost):
     def unload(self) -> None:
         """on_script_unloaded."""
         self.restore()
+        self._leave_controlnet()
         if self._is_ours(self.host.sd_unet.current_unet):
             self.host.sd_unet.apply_unet("None")
 

@@ -16,6 +16,7 @@ from sdaccel.integrations import host
 from sdaccel.integrations.host_shapes import WantedShapes
 from sdaccel.integrations.webui import WebUI
 from tests.integrations.hosts.a1111 import A1111
+from tests.integrations.hosts.controlnet import UnetHook
 from tests.integrations.hosts.extension import Hooks, Installed, architectures  # noqa: F401 - a fixture
 from tests.integrations.hosts.ldm import material
 from tests.integrations.hosts.networks import Full, Networks, lora, named, others
@@ -31,6 +32,7 @@ class Setup(Installed):
         """The image without the extension."""
         host = A1111(list(material().files.values()), Networks(self.host.networks.files))
         host.load(material().files[options.pop("model", "sd1")])
+        host.other_scripts += options.pop("scripts", ())
         return host.generate(**options).images
 
 
@@ -364,6 +366,77 @@ def test_networks_beside_the_layers_and_of_other_extensions_run_in_torch(lively,
     monkeypatch.setitem(sys.modules, "lycoris", SimpleNamespace(loaded_lycos=[SimpleNamespace(name="other")]))
     setup.generate(steps=1)
     assert "networks are active that the engine does not hold: other" in setup.reasons()["unet"]
+
+
+# --- ControlNet
+
+
+def hooked(setup: Setup, hook: UnetHook, **options: Any) -> torch.Tensor:
+    """An image with the extension's forward in the UNet."""
+
+    def put(p: Any) -> None:
+        if hook.model is None:
+            hook.hook(p.sd_model.model.diffusion_model)
+
+    setup.host.other_scripts.append(put)
+    try:
+        return setup.generate(**options).images
+    finally:
+        setup.host.other_scripts.clear()
+        found = setup.unet.__dict__["forward"]
+        assert found.__func__.__qualname__.startswith("UnetHook.")  # its own
+        hook.restore()
+
+
+def by_host(hook: UnetHook, setup: Setup, **options: Any) -> torch.Tensor:
+    return setup.plain(scripts=[lambda p: hook.model or hook.hook(p.sd_model.model.diffusion_model)], **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "control", "options"),
+    [
+        ("sd1", {}, {}),
+        ("sdxl", {}, {"steps": 1}),
+        ("sd1", {"pooled": True}, {"steps": 1, "batch_size": 3}),
+        ("sd1", {"until": 1}, {"hr_scale": 1.5, "steps": 2}),
+        ("sd1", {}, {"steps": 1, "networks": [("ink", 1.0)]}),
+    ],
+    ids=["plain", "sdxl", "pooled", "end step and hires", "network"],
+)
+def test_residuals_of_the_controlnet_extension_are_inputs_of_the_engine(lively, model, control, options):
+    setup = lively(model)
+    options = {"tokens": 78, "negative_tokens": 78, **options}
+    without = setup.generate(**options).images
+    hook = UnetHook(**control)
+    found = hooked(setup, hook, **options)
+    assert setup.calls()[0] >= options.get("steps", 3) and setup.calls()[1] == setup.unet.calls == 0
+    assert hook.calls and not setup.web.report.fallbacks
+    assert not same(found, without)
+    assert same(found, by_host(UnetHook(**control), setup, model=model, **options))
+    assert torch.equal(setup.generate(**options).images, without)
+
+
+def test_an_adapter_in_the_encoder_runs_in_torch(make):
+    setup = make()
+    found = hooked(setup, UnetHook(adapter=True), tokens=78, negative_tokens=78)
+    assert setup.calls() == (0, 3) and "a T2I-Adapter adds to the UNet's blocks" in setup.reasons()["unet"]
+    assert same(found, by_host(UnetHook(adapter=True), setup, tokens=78, negative_tokens=78))
+
+
+def test_residuals_are_computed_once_where_no_engine_has_the_size(make):
+    setup = make()
+    hook = UnetHook()
+    hooked(setup, hook, tokens=78, negative_tokens=78, width=128)
+    assert setup.calls() == (0, 3) and "no profile" in setup.reasons()["unet"]
+    assert hook.calls == 3 + 1
+
+
+def test_an_extension_that_cannot_be_followed_runs_in_torch(make):
+    setup = make()
+    hook = UnetHook()
+    hook.through_blocks = lambda unet, *args: unet.a_part_of_another_version
+    hooked(setup, hook, tokens=78, negative_tokens=78, steps=1)
+    assert setup.calls() == (0, 1) and "extension could not be followed" in setup.reasons()["unet"]
 
 
 # --- what an engine does not hold

@@ -181,9 +181,12 @@ class A1111(Scripted):
             def forward(self, x, timesteps=None, context=None, *args, **kwargs):
                 if host.sd_unet.current_unet is not None:
                     return host.sd_unet.current_unet.forward(x, timesteps, context, *args, **kwargs)
+                return self.compute(x, timesteps, context, *args, **kwargs)
+
+            def compute(self, *args, **kwargs):
                 for layer in self.modules():
                     host.networks.apply(layer)
-                return self.compute(x, timesteps, context, *args, **kwargs)
+                return super().compute(*args, **kwargs)
 
             def to(self, *args, **kwargs):
                 host.moves.append(str(args[0]))
