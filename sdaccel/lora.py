@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from sdaccel.adapters import Adapter, Fit, Fitted
+    from sdaccel.adapters import Adapter, Fit, Fitted, Layer
     from sdaccel.runtime import RunReport
 
 MOST = 10.0
 MODULES = ("unet", "text_encoder", "text_encoder_2", "vae")
+HELD = 1 << 30
+"""Bytes of a GPU that adapters' numbers may take between their uses: that of rank 32 over all of SDXL has 400 MB."""
 NAMED = 3
 """Of the keys without a use, so many are named in a note."""
 
@@ -98,6 +101,7 @@ class LiveWeights:
     def __init__(self, pipe: Any):
         self._pipe = pipe
         self._changed: dict[Key, _Changed] = {}
+        self._parts = _Parts()
         self._fitted: WeakKeyDictionary[Adapter, Fitted] = WeakKeyDictionary()
         self.loras: tuple[Lora, ...] = ()
         """What is in the weights now."""
@@ -121,11 +125,15 @@ class LiveWeights:
         except BaseException:
             self._write({}, {})
             raise
-        names: dict[str, dict[str, None]] = {}
-        for (component, _), changes in wanted.items():
-            names.setdefault(component, {}).update(dict.fromkeys(f"{lora.name}:{lora.scale:g}" for lora, _ in changes))
+        names: dict[str, dict[str, list[str]]] = {}
+        for (component, name), changes in wanted.items():
+            names.setdefault(component, {})[name] = [f"{lora.name}:{lora.scale:g}" for lora, _ in changes]
         self.loras, self.notes = tuple(loras), tuple(notes)
-        self.adapters = {component: tuple(found) for component, found in names.items()}
+        self.adapters = {
+            component: tuple(dict.fromkeys(each for found in weights.values() for each in found))
+            for component, weights in names.items()
+        }
+        self._tell_watches(names)
 
     def tell(self, report: RunReport) -> None:
         """Names in ``report`` what ran with which LoRAs, and what of their files is not used."""
@@ -134,6 +142,15 @@ class LiveWeights:
             run.adapters = sorted({*run.adapters, *self.adapters.get(source, ())})
         for note in self.notes:
             report.note(note)
+
+    def _tell_watches(self, names: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+        """What it is that changed, for the engines' reports."""
+        from sdaccel.integrations.swap import swaps_of
+
+        for component in MODULES:
+            module = getattr(self._pipe, component, None)
+            for swap in swaps_of(module) if module is not None else ():
+                swap.watch.known = names.get(component, {})
 
     def _parameters(self) -> dict[Key, Parameter]:
         found: dict[Key, Parameter] = {}
@@ -187,7 +204,7 @@ class LiveWeights:
                     continue
                 else:
                     parameter, base = before.parameter, before.base
-                value = _effective(base.to(parameter.device), changes)
+                value = _effective(base.to(parameter.device), changes, self._parts)
                 self._changed[key] = _Changed(parameter, base, changes)
                 _put(parameter, value)
                 if not changes:
@@ -248,16 +265,43 @@ def _unused(adapter: Adapter, fitted: Fitted) -> str:
 # ---- weights
 
 
-def _effective(base: Tensor, changes: Sequence[_Change]) -> Tensor:
-    """W + Σ scale·ΔW, in the type of ``base``; ``base`` itself without changes."""
+class _Parts:
+    """Numbers of adapters' layers on a GPU, in float32, for the next set of LoRAs: of the layers used last."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[Layer, dict[str, Tensor]] = OrderedDict()
+        self._nbytes = 0
+
+    def of(self, layer: Layer, device: Any) -> dict[str, Tensor]:
+        if device.type == "cpu":
+            return layer.read(device)
+        found = self._held.get(layer)
+        if found is None or any(part.device != device for part in found.values()):
+            found = self._held[layer] = layer.read(device)
+            self._nbytes += _size(found)
+        self._held.move_to_end(layer)
+        while self._nbytes > HELD and len(self._held) > 1:
+            self._nbytes -= _size(self._held.popitem(last=False)[1])
+        return found
+
+
+def _size(parts: Mapping[str, Tensor]) -> int:
+    return sum(part.nbytes for part in parts.values())
+
+
+def _effective(base: Tensor, changes: Sequence[_Change], parts: _Parts) -> Tensor:
+    """W + Σ scale·ΔW, float32; ``base`` itself without changes."""
     if not changes:
         return base
     value = base.float()
     for lora, (_, _, layer, bias) in changes:
         with _naming(lora):
-            delta = layer.delta_bias if bias else layer.delta
-            value = value + delta(base, lora.scale)
-    return value.to(base.dtype)
+            held = parts.of(layer, base.device)
+            if bias:
+                value = value + layer.delta_bias(base, lora.scale, held)
+            else:
+                value = layer.added(value, base, lora.scale, held)
+    return value
 
 
 def _fits_beside(parameters: Sequence[Parameter]) -> bool:

@@ -519,14 +519,14 @@ def test_verify_finds_engines_equal(cli, tiny_store):
 
 
 def test_verify_finds_an_engine_that_differs(cli, tiny_store, monkeypatch):
-    from sdaccel.backends.onnxruntime import _Session
+    from sdaccel.backends.onnxruntime import _Engine
 
-    real = _Session.run
+    real = _Engine.run
 
     def off(self: Any, *args: Any, **kwargs: Any) -> Any:
         return {name: value + 0.5 if name == "image" else value for name, value in real(self, *args, **kwargs).items()}
 
-    monkeypatch.setattr(_Session, "run", off)
+    monkeypatch.setattr(_Engine, "run", off)
     arguments = ["--component", "vae_decoder", "--component", "unet", "--steps", "1", "--json"]
     said = cli("verify", tiny_store.model, "--store", tiny_store.store, *arguments)
     assert said.code == 3

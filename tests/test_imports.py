@@ -14,11 +14,11 @@ import sdaccel
 
 PACKAGE = Path(sdaccel.__file__).parent
 RANKS = [
-    {"errors", "settings", "profile", "resources", "progress", "__init__"},
+    {"errors", "settings", "profile", "resources", "progress", "upload", "__init__"},
     {"models", "engine", "presets"},
     {"export", "graph", "backends", "eager"},
     {"builder", "runtime", "adapters"},
-    {"integrations", "quality", "listing", "model_choice", "lora", "metadata"},
+    {"integrations", "quality", "listing", "model_choice", "model_cache", "lora", "metadata"},
     {"bench", "draw", "jobs", "page", "verify", "quickstart", "doctor"},
     {"ui", "console", "cli", "__main__"},
 ]

@@ -240,8 +240,8 @@ def test_sets_follow_each_other_to_the_last_bit(sd1, untouched, style, other):
 
 def test_only_what_changes_is_computed(sd1, untouched, style, other, monkeypatch):
     weights, computed = LiveWeights(sd1), []
-    delta = Layer.delta
-    monkeypatch.setattr(Layer, "delta", lambda self, *rest: computed.append(self.name) or delta(self, *rest))
+    added = Layer.added
+    monkeypatch.setattr(Layer, "added", lambda self, *rest: computed.append(self.name) or added(self, *rest))
     weights.set([style])
     count = len(computed)
     weights.set([style])
@@ -257,15 +257,15 @@ def test_only_what_changes_is_computed(sd1, untouched, style, other, monkeypatch
 def test_a_fault_in_the_middle_leaves_the_base(sd1, untouched, style, other, monkeypatch, before):
     weights, calls = LiveWeights(sd1), []
     weights.set([other] * before)
-    delta = Layer.delta
+    added = Layer.added
 
     def fails(self: Layer, *rest: Any) -> Tensor:
         calls.append(self)
         if len(calls) == 3:
             raise ModelError("changed since it was opened.")
-        return delta(self, *rest)
+        return added(self, *rest)
 
-    monkeypatch.setattr(Layer, "delta", fails)
+    monkeypatch.setattr(Layer, "added", fails)
     with pytest.raises(ModelError, match=r"ink\.v2\.safetensors: changed since"):
         weights.set([style])
     assert not weights.loras and not weights.adapters and equal(weights_of(sd1), untouched)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sdaccel.adapters import deltas
+from sdaccel.adapters.deltas import Parts
 from sdaccel.errors import ModelError
 from sdaccel.models.tensors import TensorRef
 
@@ -126,16 +127,26 @@ class Layer:
         """Rows (outputs) and columns (inputs × kernel) of the weights it fits; None: any, or said by the weight."""
         return sizes({part: ref.shape for part, ref in self.parts.items()}, self.kind)
 
-    def delta(self, weight: Tensor, scale: float) -> Tensor:
+    def added(self, value: Tensor, weight: Tensor, scale: float, parts: Parts | None = None) -> Tensor:
+        """``value``, float32, plus ΔW of the base ``weight``; see `delta`."""
+        if self.kind != "lora" or self.decomposed or parts is None or not self.changes_weight:
+            return value + self.delta(weight, scale, parts)
+        up, down = (parts[name].flatten(1) for name in ("up", "down"))
+        with torch.no_grad():
+            found = torch.addmm(value.reshape(up.shape[0], -1), up, down, alpha=scale * self.gamma)
+        return found.reshape(value.shape)
+
+    def delta(self, weight: Tensor, scale: float, parts: Parts | None = None) -> Tensor:
         """ΔW at strength ``scale``, float32, in the shape of ``weight`` (out × in, or out × in × kernel) on its device.
 
         LoRA, LoHa, LoKr and full differences read nothing of ``weight`` but its shape. A linear layer's parts fit a
-        1×1 convolution and the reverse. Formulas: sdaccel.adapters.deltas. Raises ModelError.
+        1×1 convolution and the reverse. ``parts``: what `read` has given. Formulas: sdaccel.adapters.deltas. Raises
+        ModelError.
         """
         if not self.changes_weight:
             raise ModelError(f"{self.name}: it has nothing for a weight, only for a bias.")
         self.check(weight.shape, self.name)
-        parts = self._read(weight.device)
+        parts = self.read(weight.device) if parts is None else parts
         with torch.no_grad():
             base = weight.detach().float()
             try:
@@ -173,13 +184,13 @@ class Layer:
             return deltas.dora(plain, magnitude, base, scale, self.peft)
         return scale * plain
 
-    def delta_bias(self, bias: Tensor, scale: float) -> Tensor:
-        """What it adds to the bias, float32, out. Raises ModelError."""
+    def delta_bias(self, bias: Tensor, scale: float, parts: Parts | None = None) -> Tensor:
+        """What it adds to the bias, float32, out. ``parts``: what `read` has given. Raises ModelError."""
         part = next(part for part in ("diff_b", "b_norm", "up_bias") if part in self.parts)
         ref = self.parts[part]
         if ref.count != bias.numel():
             raise ModelError(f"{ref.name}: its shape {ref.shape} does not fit a bias {tuple(bias.shape)}.")
-        found = self._read(bias.device)[part].reshape(bias.shape)
+        found = (self.read(bias.device) if parts is None else parts)[part].reshape(bias.shape)
         return scale * (self.gamma if part == "up_bias" else 1.0) * found
 
     def check(self, shape: tuple[int, ...], where: str) -> None:
@@ -206,7 +217,8 @@ class Layer:
             on_input = ref.count == found[1] != found[0]
         return (None, ref.count) if on_input else (ref.count, None)
 
-    def _read(self, device: torch.device) -> dict[str, Tensor]:
+    def read(self, device: torch.device) -> dict[str, Tensor]:
+        """All parts on ``device``, float32."""
         return {part: ref.read().to(device).float() for part, ref in self.parts.items()}
 
 

@@ -114,6 +114,8 @@ class ModuleWatch:
         self._around: list[Wrapped] = []
         self._wrapped: list[Wrapped] = []
         """Those of them that change something."""
+        self.known: Mapping[str, Sequence[str]] = {}
+        """Weights that our own program has written adapters into, and their names."""
         self.edits: list[str] = []
         """Names of weights that differ from the engine's, and not by adapters."""
         self._edits: dict[str, Patch] = {}
@@ -318,7 +320,7 @@ class ModuleWatch:
         edited = [weight for weight in self._weights if weight.edited()]
         self._sums.read([tensor for wrapped in self._wrapped for tensor in wrapped.tensors])
         state = (
-            [(weight.name, weight.content) for weight in edited],
+            [(weight.name, weight.content, self._merged_around(weight.name)) for weight in edited],
             [(wrapped.name, wrapped.key(self._sums)) for wrapped in self._wrapped],
         )
         if state != self._state:
@@ -335,6 +337,9 @@ class ModuleWatch:
         return found
 
     def _merged_around(self, weight: str) -> tuple[str, ...]:
+        known = self.known.get(weight)
+        if known:
+            return tuple(known)
         layers = self._adapter_layers.get(weight.rpartition(".")[0], ())
         return tuple(dict.fromkeys(name for layer in layers for name in getattr(layer, "merged_adapters", ())))
 
