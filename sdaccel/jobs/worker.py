@@ -115,7 +115,6 @@ class Worker:
             stage.shutdown(cancel_futures=now)
         self._put_aside()
         self._kept.clear()
-        gc.collect()
 
     def _open(self, model: str | None) -> _Model:
         model = model or self.options.model
@@ -140,7 +139,6 @@ class Worker:
             self._drawn = None
             model, self._model = self._model, None
             self._kept.keep(model.named, model)
-            gc.collect()
 
     # ---- stages
 
@@ -570,6 +568,7 @@ class _Model:
             self._take_out()
             self._host.leave()
             self._parked = True
+            gc.collect()
 
     def _on_cpu(self) -> bool:
         return device_for(self.backend) == "cpu"
@@ -579,6 +578,7 @@ class _Model:
         if self._host is not None:  # what was drawn may still name the pipeline
             self._host.leave()
         self._base = self._host = self._weights = None
+        gc.collect()
 
 
 def _mode(request: Request) -> str:
