@@ -70,6 +70,7 @@ def patched_part(module: nn.Module) -> str | None:
         if part is module:
             continue
         reason = None if _dormant(part) else replaced_forward(part, f"{name}.forward")
+        reason = reason or replaced_forward(part, f"{name}._forward", INNER)
         if reason:
             return reason
         if part._forward_hooks or part._forward_pre_hooks:
@@ -77,10 +78,14 @@ def patched_part(module: nn.Module) -> str | None:
     return None
 
 
-def replaced_forward(module: nn.Module, name: str) -> str | None:
-    """Whether ``forward`` stands on the instance, put there by other code."""
-    found = module.__dict__.get("forward")
-    if found is None or getattr(found, "__func__", None) is type(module).forward:
+INNER = "_forward"
+"""What a block's forward of the original layout calls."""
+
+
+def replaced_forward(module: nn.Module, name: str, method: str = "forward") -> str | None:
+    """Whether ``method`` stands on the instance, put there by other code."""
+    found = module.__dict__.get(method)
+    if found is None or getattr(found, "__func__", None) is getattr(type(module), method, None):
         return None
     return f"{name} has been replaced by {getattr(found, '__module__', None) or type(found).__module__}"
 
@@ -134,6 +139,8 @@ class HostWatch(ModuleWatch):
                     then[name] = now[name]
                 else:
                     then.pop(name, None)
+            if INNER in now and replaced_forward(part.module, "", INNER) is None:  # put back by who had replaced it
+                then[INNER] = now[INNER]
             if _dormant(part.module):
                 then["forward"] = now["forward"]
             elif "forward" in then and HYPERTILE in now:

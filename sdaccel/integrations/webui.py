@@ -270,7 +270,9 @@ class WebUI(WebHost):
                 unet.__dict__["forward"] = ours.theirs
             self._controlled = None
 
-    def controlled(self, forward: Controlled, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+    def controlled(
+        self, forward: Controlled, x: Any, timesteps: Any = None, context: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """A call of the extension's forward, with an engine where it runs the UNet's blocks."""
         loaded = self.loaded()
         if loaded is None:

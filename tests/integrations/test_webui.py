@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -500,6 +500,21 @@ def test_parts_patched_before_the_first_image_are_noticed(make):
     setup.unet.add_module("motion_module", torch.nn.Linear(2, 2))
     setup.generate()
     assert "parts that the file has not (motion_module" in setup.reasons()["unet"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_blocks_own_method_that_is_replaced_and_put_back(make, first):
+    """ControlNet's reference replaces it, and leaves the class's own on the block."""
+    setup = make()
+    if not first:
+        setup.generate(steps=1)
+    block = setup.unet.input_blocks
+    block._forward = lambda: None
+    setup.generate(steps=1)
+    assert setup.calls() == (0, 1) and "_forward" in setup.reasons()["unet"]
+    block._forward = MethodType(type(block)._forward, block)
+    setup.generate(steps=1)
+    assert setup.calls() == (1, 0)
 
 
 @pytest.mark.parametrize("first", [True, False])

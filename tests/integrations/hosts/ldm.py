@@ -82,6 +82,9 @@ class Layer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
     def grow(self, name: str, parameter: nn.Parameter) -> None:
         at: nn.Module = self
         *path, last = name.split(".")
