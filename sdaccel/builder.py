@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine, pick_backend
+from sdaccel.engine.hashes import content_hash
 from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
 from sdaccel.engine.store import Draft, Entry, Store
 from sdaccel.engine.weights import FILE, layout, publish_weights
@@ -113,10 +114,10 @@ def engines_here(checkpoint: Checkpoint, component: str, backend: Backend, store
     They are what a build would make today: of these weights, by this exporter, for this device and these versions.
     Raises ExportError for a component that no build takes.
     """
-    return store.find_engines(**_identity(checkpoint, component, backend))
+    return store.find_engines(**_identity(checkpoint, component, backend, store))
 
 
-def _identity(checkpoint: Checkpoint, component: str, backend: Backend) -> dict[str, Any]:
+def _identity(checkpoint: Checkpoint, component: str, backend: Backend, store: Store) -> dict[str, Any]:
     """The part of an engine's identity that nobody chooses."""
     from sdaccel.export.components import kind_of, source_of
     from sdaccel.export.to_onnx import architecture_hash
@@ -125,7 +126,7 @@ def _identity(checkpoint: Checkpoint, component: str, backend: Backend) -> dict[
     return {
         "component": kind_of(component),
         "architecture": architecture_hash(component, source.config),
-        "weights": source.content_hash,
+        "weights": content_hash(source, store),
         "backend": backend.name,
         "device": backend.device(),
         "versions": backend.versions(),
@@ -145,7 +146,7 @@ def _build_component(
     profiles = tuple(dict.fromkeys(image.for_component(component, checkpoint.vae_factor) for image in image_profiles))
     precision = backend.check_precision(config.precision)
     progress(f"{component}: reading weights", 0.0)
-    identity = _identity(checkpoint, component, backend) | {"precision": precision, "profiles": profiles}
+    identity = _identity(checkpoint, component, backend, store) | {"precision": precision, "profiles": profiles}
 
     def fill(draft: Draft) -> dict[str, Any]:
         start = time.monotonic()
@@ -328,7 +329,7 @@ def slower_than_torch(entry: Entry) -> str | None:
 
 def built_elsewhere(checkpoint: Checkpoint, component: str, backend: Backend, store: Store) -> str | None:
     """What the nearest engine of these weights that does not run here was built for, and what differs here."""
-    here = _identity(checkpoint, component, backend)
+    here = _identity(checkpoint, component, backend, store)
     others = store.find_engines(component=here["component"], weights=here["weights"], backend=backend.name)
     if not others:
         return None

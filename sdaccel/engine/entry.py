@@ -28,14 +28,15 @@ AGAIN = "Build again: what is broken is made anew."
 
 MOST_THREADS = 16
 
-_READ = 1 << 20
+_READ = 4 << 20
 _HASH = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
-# Big files verified before in this process: status → digests. A status counts once it has been still for a while,
-# because a file system's clock may not tell two changes within a few milliseconds apart.
+# Big files verified and manifests read before in this process, by their status. A status counts once it has been still
+# for a while, because a file system's clock may not tell two changes within a few milliseconds apart.
 _verified: dict[tuple[int, ...], tuple[str, ...]] = {}
+_manifests: dict[Path, tuple[tuple[int, ...], Entry]] = {}
 _STILL_NS = 3_000_000_000
 
 
@@ -86,6 +87,10 @@ class Entry:
 def read_entry(path: Path, kind: str, key: str) -> Entry:
     """The entry in the folder ``path`` by its manifest alone. Raises EngineBroken."""
     where = path / MANIFESTS[kind]
+    status = _status(where)
+    known = _manifests.get(where)
+    if known is not None and (known[0], known[1].kind, known[1].key) == (status, kind, key):
+        return known[1]
     document = unseal(_read_plain(where), where)
     if document.keys() != {"kind", "key", "manifest", "files"}:
         raise EngineBroken(f"{where}: it is not a manifest of the store.")
@@ -93,7 +98,10 @@ def read_entry(path: Path, kind: str, key: str) -> Entry:
         raise EngineBroken(f"{where}: it belongs to another entry.")
     if not isinstance(document["manifest"], dict):
         raise EngineBroken(f"{where}: manifest is not an object.")
-    return Entry(kind, key, path, document["manifest"], _files(document["files"], where))
+    entry = Entry(kind, key, path, document["manifest"], _files(document["files"], where))
+    if is_still(status) and _status(where) == status:
+        _manifests[where] = status, entry
+    return entry
 
 
 def whole_entry(path: Path, kind: str, key: str) -> Entry | None:
@@ -228,7 +236,7 @@ def verify_files(entry: Entry) -> None:
         state = _state(entry, name)
         if state != before[name]:
             raise EngineBroken(f"{entry.path / name} changed while it was verified.")
-        if info.size > CHUNK and time.time_ns() - max(state[-2:]) > _STILL_NS:
+        if info.size > CHUNK and is_still(state):
             _verified[state] = info.sha256
 
 
@@ -237,8 +245,17 @@ def file_info(path: Path, size: int) -> FileInfo:
 
 
 def _state(entry: Entry, name: str) -> tuple[int, ...]:
-    status = plain_file(entry.path / name, entry.files[name].size)
+    return _status(entry.path / name, entry.files[name].size)
+
+
+def _status(path: Path, size: int | None = None) -> tuple[int, ...]:
+    status = plain_file(path, size)
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def is_still(state: Sequence[int]) -> bool:
+    """Whether a file whose times, in ns, are the last two of ``state`` has not changed for a while."""
+    return time.time_ns() - max(state[-2:]) > _STILL_NS
 
 
 def _map_digests(work: Sequence[tuple[Path, int]]) -> list[str]:

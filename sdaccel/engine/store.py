@@ -6,6 +6,7 @@
     <root>/tmp/              entries being written or deleted, named <kind>-<key>-<random>
     <root>/locks/            one lock a key (see `locks`)
     <root>/used/<key>        an empty file, as old as the last load of that engine
+    <root>/hashes.json       content hashes of checkpoints (see `hashes`)
 
 A key is the SHA-256 of everything that shapes the entry. An entry is written under tmp/, synced to the disk and
 renamed into place; readers take no lock and need no right to write. A builder that dies leaves its key's lock free and

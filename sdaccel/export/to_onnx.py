@@ -508,7 +508,7 @@ def check_graph(
     cases = []
     sizes = list(shapes or spec.shapes)
     with _EXPORTING, _plain_torch():
-        module = load_module(spec, weights_path, layout)
+        module = load_module(spec, weights_path, layout, device)
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # no buffer is read
         for index, shape in enumerate(sizes):
             given = optional and index == len(sizes) - 1 and any(tensor.optional for tensor in spec.inputs)
@@ -553,8 +553,10 @@ def _compare(
     return worst
 
 
-def load_module(spec: ComponentSpec, weights_path: Path, layout: Mapping[str, Any]) -> torch.nn.Module:
-    """The torch module in float32 on weights mapped from the file."""
+def load_module(
+    spec: ComponentSpec, weights_path: Path, layout: Mapping[str, Any], device: str = "cpu"
+) -> torch.nn.Module:
+    """The torch module in float32 on weights mapped from the file, or copied to ``device``; buffers stay on the CPU."""
     with torch.device("meta"):
         module = spec.build_module()
     size = Path(weights_path).stat().st_size
@@ -566,7 +568,7 @@ def load_module(spec: ComponentSpec, weights_path: Path, layout: Mapping[str, An
             raise ExportError(f"the weights of {spec.source} lack {weight}.")
         place = layout[weight]
         stored = data[place.offset : place.offset + place.nbytes].view(_DTYPES[place.dtype]).view(tuple(place.shape))
-        state[name] = stored.float()
+        state[name] = stored.to(device).float()
     module.load_state_dict(state, strict=False, assign=True)
     return module.requires_grad_(False)
 

@@ -38,6 +38,7 @@ from sdaccel.draw import (
     verifying,
     with_size,
 )
+from sdaccel.engine.hashes import content_hash
 from sdaccel.errors import SdaccelError, SettingError
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.remote import local_model
@@ -349,7 +350,7 @@ class _Model:
     def content(self) -> str:
         """Hash of all weights, and of the scheduler's settings."""
         if not self._content:
-            parts = {name: component.content_hash for name, component in sorted(self.checkpoint.components.items())}
+            parts = {name: content_hash(part, self.store) for name, part in sorted(self.checkpoint.components.items())}
             text = repr((parts, sorted((key, repr(value)) for key, value in self.checkpoint.scheduler.items())))
             self._content = hashlib.sha256(text.encode()).hexdigest()
         return self._content

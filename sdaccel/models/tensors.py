@@ -339,13 +339,22 @@ class Component:
         every value bit for bit. Computed once: a live module that changes afterwards needs opening again.
         """
         names = sorted(self.tensors)
-        with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
+        with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 16)) as pool:
             digests = list(pool.map(lambda name: _digest(self.tensors[name]), names))
         whole = hashlib.sha256()
         for name, digest in zip(names, digests, strict=True):
             head = json.dumps([name, list(self.tensors[name].shape), digest])
             whole.update(f"{head}\n".encode())
         return whole.hexdigest()
+
+    @property
+    def hashed(self) -> bool:
+        """Whether `content_hash` is at hand."""
+        return "content_hash" in self.__dict__
+
+    def recall(self, content_hash: str) -> None:
+        """Takes the hash as known, so that nothing is read for it."""
+        self.__dict__["content_hash"] = content_hash
 
     @property
     def changed(self) -> bool:

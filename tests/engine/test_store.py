@@ -263,6 +263,24 @@ def test_big_files_have_a_digest_for_each_chunk(store, monkeypatch):
     store.verify(published)
 
 
+def test_a_manifest_is_read_once_while_it_stays(store, monkeypatch):
+    published = store.publish("graphs", sha("g"), lambda d: {"n": 1})
+    read, plain = [], entry.unseal
+    monkeypatch.setattr(entry, "unseal", lambda data, where: (read.append(where), plain(data, where))[1])
+    for still, reads in ((60 * 10**9, 2), (-1, 1)):
+        monkeypatch.setattr(entry, "_STILL_NS", still)
+        del read[:]
+        assert [store.get("graphs", sha("g")) for _ in range(2)] == [published] * 2
+        assert len(read) == reads
+    path = published.path / "graph.json"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"n": 1', b'"n": 2'))
+    with pytest.raises(EngineBroken, match="its bytes have changed"):
+        store.get("graphs", sha("g"))
+    path.write_bytes(data)
+    assert store.get("graphs", sha("g")) == published
+
+
 def test_a_big_file_is_read_once_a_process_unless_it_is_touched(store, monkeypatch):
     monkeypatch.setattr(entry, "CHUNK", 1000)
     monkeypatch.setattr(draft, "CHUNK", 1000)
