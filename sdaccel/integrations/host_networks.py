@@ -58,13 +58,23 @@ class Networks:
     def patches(self, loaded: Iterable[Any]) -> Patches:
         """Of the networks that the host has ``loaded``, in its order; the same object as long as nothing changes.
 
-        Raises UnsupportedCall for a network that did not fit the model when it was applied.
+        Raises UnsupportedCall for a network that cannot be read, or did not fit the model when it was applied.
         """
         active = [net for net in loaded if net.unet_multiplier != 0]
         seen = tuple((net, net.name, net.unet_multiplier, getattr(net, "dyn_dim", None)) for net in active)
         if self._due or seen != self._seen:
             self._seen, self._due = seen, False
-            self._look(active)
+            try:
+                self._look(active)
+            except (
+                AttributeError,
+                LookupError,
+                TypeError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # of objects that are not what the host's own are
+                self._keys = {-1: seen}
+                self._refuse(f"what a network holds could not be read: {error}")
         if self._refusal:
             raise UnsupportedCall(self._refusal)
         return self._patches
@@ -151,7 +161,7 @@ def _gives_bias(module: Any) -> bool:
 
 def _state(module: Any) -> Hashable:
     """What the change that a network's module makes depends on: its strength, its numbers and its tensors."""
-    found: list[Hashable] = [id(type(module)), module.multiplier(), getattr(module.network, "dyn_dim", None)]
+    found: list[Hashable] = [type(module).__name__, module.multiplier(), getattr(module.network, "dyn_dim", None)]
     for name, value in vars(module).items():
         if isinstance(value, (int, float, str)):
             found.append(value)

@@ -205,6 +205,7 @@ FILES = {
     "My LoRA v1.5 – 水彩 (ñ)": lora(2),
     "full": others,
     "wrong": lambda unet: {next(iter(named(unet, "to_k"))): Full(torch.ones(3, 5))},
+    "odd": lambda unet: dict.fromkeys(named(unet, "to_k"), SimpleNamespace()),
     "bias": lambda unet: {next(iter(named(unet, "to_k"))): Full(torch.zeros(1), torch.ones(3))},
 }
 
@@ -345,6 +346,7 @@ def test_a_refiner_with_a_network(lively):
     [
         ("wrong", "the network wrong gives a change of shape [3, 5] to diffusion_model_input_blocks"),
         ("bias", "the network bias gives diffusion_model_input_blocks"),
+        ("odd", "what a network holds could not be read"),
     ],
 )
 def test_a_network_that_does_not_fit_runs_in_torch(lively, name, reason):

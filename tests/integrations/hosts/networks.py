@@ -136,7 +136,7 @@ class Networks:
             layer.weight.copy_(layer.weight + delta)
             if bias is not None:
                 layer.bias.copy_(layer.bias + bias)
-        except RuntimeError:
+        except (RuntimeError, AttributeError):
             self.errors[network.name] = self.errors.get(network.name, 0) + 1
 
 
