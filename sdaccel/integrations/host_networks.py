@@ -66,13 +66,7 @@ class Networks:
             self._seen, self._due = seen, False
             try:
                 self._look(active)
-            except (
-                AttributeError,
-                LookupError,
-                TypeError,
-                ValueError,
-                RuntimeError,
-            ) as error:  # of objects that are not what the host's own are
+            except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:  # not the host's own
                 self._keys = {-1: seen}
                 self._refuse(f"what a network holds could not be read: {error}")
         if self._refusal:
