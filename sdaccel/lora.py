@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST = 10.0
 MODULES = ("unet", "text_encoder", "text_encoder_2", "vae")
 HELD = 1 << 30
-"""Bytes of a GPU that adapters' numbers may take between their uses: that of rank 32 over all of SDXL has 400 MB."""
+"""Bytes of a GPU that adapters' numbers may take between their uses; one of rank 32 over all of SDXL has 0.2 GB."""
 NAMED = 3
 """Of the keys without a use, so many are named in a note."""
 
@@ -77,6 +77,7 @@ Key = tuple[str, str]
 
 class _Change(NamedTuple):
     lora: Lora
+    adapter: Adapter
     fit: Fit
 
 
@@ -127,7 +128,7 @@ class LiveWeights:
             raise
         names: dict[str, dict[str, list[str]]] = {}
         for (component, name), changes in wanted.items():
-            names.setdefault(component, {})[name] = [f"{lora.name}:{lora.scale:g}" for lora, _ in changes]
+            names.setdefault(component, {})[name] = [f"{change.lora.name}:{change.lora.scale:g}" for change in changes]
         self.loras, self.notes = tuple(loras), tuple(notes)
         self.adapters = {
             component: tuple(dict.fromkeys(each for found in weights.values() for each in found))
@@ -187,7 +188,7 @@ class LiveWeights:
                 key = fit.component, fit.name
                 if parameters[key].is_meta:
                     raise ModelError(f"{fit.component}.{fit.name} is not in memory (offloaded): no LoRA can change it.")
-                wanted[key] = (*wanted.get(key, ()), _Change(lora, fit))
+                wanted[key] = (*wanted.get(key, ()), _Change(lora, adapter, fit))
         return wanted, notes
 
     def _write(self, wanted: Mapping[Key, tuple[_Change, ...]], parameters: Mapping[Key, Parameter]) -> None:
@@ -266,39 +267,32 @@ def _unused(adapter: Adapter, fitted: Fitted) -> str:
 
 
 class _Parts:
-    """Numbers of adapters' layers on a GPU, in float32, for the next set of LoRAs: of the layers used last."""
+    """Numbers of adapters on a GPU, for the next set of LoRAs: of the files used last."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[Layer, dict[str, Tensor]] = OrderedDict()
-        self._nbytes = 0
+        self._held: OrderedDict[tuple[Adapter, Any], dict[Layer, dict[str, Tensor]]] = OrderedDict()
 
-    def of(self, layer: Layer, device: Any) -> dict[str, Tensor]:
+    def of(self, adapter: Adapter, layer: Layer, device: Any) -> dict[str, Tensor] | None:
+        """None on a CPU, where the mapped file is as near."""
         if device.type == "cpu":
-            return layer.read(device)
-        found = self._held.get(layer)
-        if found is None or any(part.device != device for part in found.values()):
-            found = self._held[layer] = layer.read(device)
-            self._nbytes += _size(found)
-        self._held.move_to_end(layer)
-        while self._nbytes > HELD and len(self._held) > 1:
-            self._nbytes -= _size(self._held.popitem(last=False)[1])
-        return found
-
-
-def _size(parts: Mapping[str, Tensor]) -> int:
-    return sum(part.nbytes for part in parts.values())
+            return None
+        key = adapter, device
+        if key not in self._held:
+            self._held[key] = adapter.parts_on(device)
+            while len(self._held) > 1 and sum(each.nbytes for each, _ in self._held) > HELD:
+                self._held.popitem(last=False)
+        self._held.move_to_end(key)
+        return self._held[key][layer]
 
 
 def _effective(base: Tensor, changes: Sequence[_Change], parts: _Parts) -> Tensor:
-    """W + Σ scale·ΔW, float32; ``base`` itself without changes."""
-    if not changes:
-        return base
-    value = base.float()
-    for lora, (_, _, layer, bias) in changes:
+    """W + Σ scale·ΔW; in float32 if that are several; ``base`` itself without changes."""
+    value = base if len(changes) < 2 else base.float()
+    for lora, adapter, (_, _, layer, bias) in changes:
         with _naming(lora):
-            held = parts.of(layer, base.device)
+            held = parts.of(adapter, layer, base.device)
             if bias:
-                value = value + layer.delta_bias(base, lora.scale, held)
+                value = value.float() + layer.delta_bias(base, lora.scale, held)
             else:
                 value = layer.added(value, base, lora.scale, held)
     return value

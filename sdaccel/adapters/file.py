@@ -65,6 +65,18 @@ class Adapter:
         """In words."""
         return ", ".join(name for name, _ in Counter(layer.format for layer in self.layers).most_common()) or "none"
 
+    def parts_on(self, device: torch.device) -> dict[Layer, dict[str, torch.Tensor]]:
+        """Every layer's parts on a GPU in their own types, by one copy of the file. Raises ModelError."""
+        whole = next(ref for layer in self.layers for ref in layer.parts.values()).file().to(device)
+
+        def part(ref: TensorRef) -> torch.Tensor:
+            values = whole[ref.offset : ref.offset + ref.nbytes]
+            dtype = FLOATS[ref.dtype]
+            aligned = values if ref.offset % dtype.itemsize == 0 else values.clone()
+            return aligned.view(dtype).view(ref.shape)
+
+        return {layer: {name: part(ref) for name, ref in layer.parts.items()} for layer in self.layers}
+
     def fit(self, names: Mapping[str, Shapes]) -> Fitted:
         """Which parameters of a model it changes; ``names``: component → state_dict name → shape.
 

@@ -128,10 +128,14 @@ class Layer:
         return sizes({part: ref.shape for part, ref in self.parts.items()}, self.kind)
 
     def added(self, value: Tensor, weight: Tensor, scale: float, parts: Parts | None = None) -> Tensor:
-        """``value``, float32, plus ΔW of the base ``weight``; see `delta`."""
+        """``value`` plus ΔW of the base ``weight``; see `delta`. In float32; a plain LoRA in half precision, as ``value``
+        is, is added by one product on the GPU, which rounds once."""
         if self.kind != "lora" or self.decomposed or parts is None or not self.changes_weight:
-            return value + self.delta(weight, scale, parts)
+            return value.float() + self.delta(weight, scale, parts)
         up, down = (parts[name].flatten(1) for name in ("up", "down"))
+        half = value.is_cuda and up.dtype == down.dtype == value.dtype
+        if not half:
+            value, up, down = value.float(), up.float(), down.float()
         with torch.no_grad():
             found = torch.addmm(value.reshape(up.shape[0], -1), up, down, alpha=scale * self.gamma)
         return found.reshape(value.shape)
@@ -140,13 +144,13 @@ class Layer:
         """ΔW at strength ``scale``, float32, in the shape of ``weight`` (out × in, or out × in × kernel) on its device.
 
         LoRA, LoHa, LoKr and full differences read nothing of ``weight`` but its shape. A linear layer's parts fit a
-        1×1 convolution and the reverse. ``parts``: what `read` has given. Formulas: sdaccel.adapters.deltas. Raises
-        ModelError.
+        1×1 convolution and the reverse. ``parts``: what the adapter's `parts_on` has given. Formulas:
+        sdaccel.adapters.deltas. Raises ModelError.
         """
         if not self.changes_weight:
             raise ModelError(f"{self.name}: it has nothing for a weight, only for a bias.")
         self.check(weight.shape, self.name)
-        parts = self.read(weight.device) if parts is None else parts
+        parts = self.read(weight.device) if parts is None else {name: part.float() for name, part in parts.items()}
         with torch.no_grad():
             base = weight.detach().float()
             try:
@@ -185,12 +189,12 @@ class Layer:
         return scale * plain
 
     def delta_bias(self, bias: Tensor, scale: float, parts: Parts | None = None) -> Tensor:
-        """What it adds to the bias, float32, out. ``parts``: what `read` has given. Raises ModelError."""
+        """What it adds to the bias, float32, out. ``parts``: as of `delta`. Raises ModelError."""
         part = next(part for part in ("diff_b", "b_norm", "up_bias") if part in self.parts)
         ref = self.parts[part]
         if ref.count != bias.numel():
             raise ModelError(f"{ref.name}: its shape {ref.shape} does not fit a bias {tuple(bias.shape)}.")
-        found = (self.read(bias.device) if parts is None else parts)[part].reshape(bias.shape)
+        found = (self.read(bias.device) if parts is None else parts)[part].float().reshape(bias.shape)
         return scale * (self.gamma if part == "up_bias" else 1.0) * found
 
     def check(self, shape: tuple[int, ...], where: str) -> None:

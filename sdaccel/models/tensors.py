@@ -253,6 +253,12 @@ class TensorRef:
             tensor = tensor.clone()
         return tensor.reshape(self.shape)
 
+    def file(self) -> torch.Tensor:
+        """All bytes of the file that it lies in, mapped. Raises ModelError as `read`."""
+        if isinstance(self.source, torch.Tensor):
+            raise ModelError(f"{self.name} is in no file.")
+        return torch.frombuffer(_pages(self.source, self.stamp), dtype=torch.uint8)
+
     def chunks(self, nbytes: int = CHUNK) -> Iterator[torch.Tensor]:
         """The values in order as 1-D tensors of at most ``nbytes``, with no more than that of a file in memory."""
         size = ITEM_SIZES[self.dtype]

@@ -258,3 +258,19 @@ def test_the_command_fits_a_model(capsys):
     assert cli.run(["lora", "inspect", str(demo_lora_path()), str(demo_model_path()), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert len(facts["applies"]) == len(facts["layers"]) == 56 and facts["unused"] == {}
+
+
+def test_all_parts_by_one_copy_of_the_file(tmp_path):
+    """As on a GPU; an odd offset is no matter."""
+    tensors = {
+        "lora_unet_conv_in.lora_down.weight": torch.randn(2, 4, 3, 3).half(),
+        "lora_unet_conv_in.lora_up.weight": torch.randn(8, 2, 1, 1),
+        "lora_unet_conv_out.lora_down.weight": torch.randn(2, 8, 3, 3).bfloat16(),
+        "lora_unet_conv_out.lora_up.weight": torch.randn(4, 2, 1, 1).half(),
+    }
+    path = tmp_path / "style.safetensors"
+    save_file(tensors, path, {"odd": "x"})
+    adapter = read_adapter(path)
+    for layer, parts in adapter.parts_on(torch.device("cpu")).items():
+        for name, part in layer.read(torch.device("cpu")).items():
+            assert torch.equal(parts[name].float(), part)
