@@ -128,8 +128,8 @@ class Layer:
         return sizes({part: ref.shape for part, ref in self.parts.items()}, self.kind)
 
     def added(self, value: Tensor, weight: Tensor, scale: float, parts: Parts | None = None) -> Tensor:
-        """``value`` plus ΔW of the base ``weight``; see `delta`. In float32; a plain LoRA in half precision, as ``value``
-        is, is added by one product on the GPU, which rounds once."""
+        """``value`` plus ΔW of the base ``weight``; see `delta`. In float32; but a plain LoRA in half precision like
+        ``value`` is added by one product on the GPU, which rounds once."""
         if self.kind != "lora" or self.decomposed or parts is None or not self.changes_weight:
             return value.float() + self.delta(weight, scale, parts)
         up, down = (parts[name].flatten(1) for name in ("up", "down"))
