@@ -19,7 +19,7 @@ from sdaccel.engine.hashes import content_hash
 from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
 from sdaccel.engine.store import Draft, Entry, Store
 from sdaccel.engine.weights import FILE, layout, publish_weights
-from sdaccel.errors import BackendError, EngineBroken, ModelError, SettingError
+from sdaccel.errors import BackendError, EngineBroken, ExportError, ModelError, SettingError
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile, OptimizationProfile
 
@@ -170,21 +170,35 @@ def _build_component(
             _part(progress, 0.65, 0.2, component),
             config.timing_cache,
         )
-        adopted = None if config.timing_cache else _adopted(identity, backend, job, draft.path)
-        built = adopted or backend.build(job, draft.path)
         inputs, outputs = (_specs(graph.manifest[name]) for name in ("inputs", "outputs"))
-        details = dict(built.details)
-        if config.check:
+        loaded: list[LoadedEngine] = []
+
+        def checked(built: Built, shapes: Sequence[Mapping[str, int]] | None) -> Built:
+            if not config.check:
+                return built
             progress(f"{component}: comparing with torch", 0.85)
-            loaded: list[LoadedEngine] = []
             limit = COMPONENT_LIMITS[precision]
-            shapes = None if adopted is None else [_smallest(component, source.config)]
-            details["check"] = _check(component, source.config, backend, draft, weights, inputs, limit, loaded, shapes)
-            if backend.device_type() == "cuda" and adopted is None:
+            check = _check(component, source.config, backend, draft, weights, inputs, limit, loaded, shapes)
+            return replace(built, details={**built.details, "check": check})
+
+        built = None if config.timing_cache else _adopted(identity, backend, job, draft.path)
+        if built is not None:
+            try:
+                built = checked(built, [_smallest(component, source.config)])
+            except ExportError as error:
+                _log.warning("%s is built after all: what was adopted is wrong: %s", component, error)
+                built = None
+                loaded.clear()
+                gc.collect()
+                for path in draft.path.iterdir():
+                    path.unlink()
+        if built is None:
+            built = checked(backend.build(job, draft.path), None)
+            if config.check and backend.device_type() == "cuda":
                 progress(f"{component}: measuring against torch", 0.95)
                 speed = _speed(component, source.config, weights, precision, profiles[0], loaded)
-                details.update({"speed": speed} if speed else {})
-            loaded.clear()
+                built.details.update({"speed": speed} if speed else {})
+        loaded.clear()
         manifest = EngineManifest(
             **identity,
             source=source.name,
@@ -198,7 +212,7 @@ def _build_component(
             config=dict(source.config),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             build_seconds=round(time.monotonic() - start, 3),
-            details=details,
+            details=built.details,
         )
         return manifest.to_json()
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
@@ -19,6 +20,7 @@ import sdaccel
 from sdaccel import cli, draw, model_cache
 from sdaccel.backends import base
 from sdaccel.backends.cuda.plan import PLAN, ExecutionPlan
+from sdaccel.backends.onnxruntime import WEIGHTS, OnnxRuntime
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.entry import MANIFESTS
 from sdaccel.engine.store import Store
@@ -164,12 +166,52 @@ def test_a_damaged_engine_is_not_adopted(on_cpu, tmp_path, work):
     assert work == ["unet"] and "adopted_from" not in second.engine.details
 
 
-def test_onnx_runtime_exports_no_second_graph(monkeypatch):
-    store = pipelines.shared_store()
-    build(store, 0, backend="onnxruntime")
+@pytest.mark.parametrize("component", ["unet", "vae_decoder", "text_encoder"])
+def test_onnx_runtime_takes_a_plan_over(component, tmp_path, monkeypatch):
+    """Weights are laid out in blocks as its optimizer does, which is not asked again."""
+    store, config = with_graphs(tmp_path / "a"), BuilderConfig((component,), backend="onnxruntime")
+    first, second = (open_checkpoint(pipelines.make("sd1", seed=seed)) for seed in (0, 500))
+    (donor,) = build_engines(first, config, store)
+    (built,) = build_engines(second, config, with_graphs(tmp_path / "b"))
     monkeypatch.setattr(to_onnx, "export_graph", None)
-    (second,) = build(store, 500, backend="onnxruntime")
-    assert second.engine.details["check"]["largest_error"] < 1e-4
+    monkeypatch.setattr(OnnxRuntime, "build", None)
+    (adopted,) = build_engines(second, config, store)
+    assert adopted.engine.details["adopted_from"] == donor.key and adopted.engine.details["ops"]
+    assert adopted.files[WEIGHTS] == built.files[WEIGHTS]
+    assert adopted.engine.weights_entries == built.engine.weights_entries
+    plans = [onnx.load(str(entry.file("model.onnx")), load_external_data=False) for entry in (adopted, built)]
+    assert plans[0].graph.initializer == plans[1].graph.initializer
+    assert adopted.engine.details["check"]["largest_error"] < 1e-4
+    again = build_engines(first, config, store)
+    assert again == [donor]
+
+
+def test_weights_that_hide_their_layout_are_not_taken_for_an_example(tmp_path):
+    pipe, store = pipelines.make("sd1"), with_graphs(tmp_path)
+    pipe.unet.conv_in.weight.data.zero_()
+    config = BuilderConfig(("unet",), backend="onnxruntime")
+    for checkpoint in (pipe, pipelines.make("sd1", seed=1)):
+        (entry,) = build_engines(open_checkpoint(checkpoint), config, store)
+        assert "adopted_from" not in entry.engine.details
+
+
+def test_an_adopted_engine_that_is_wrong_is_built(on_cpu, tmp_path, monkeypatch, caplog):
+    store = with_graphs(tmp_path)
+    build(store, 0)
+    plain = OnCpu.adopt
+
+    def adopt(self, engine, job, folder):
+        built = plain(self, engine, job, folder)
+        plan = ExecutionPlan.read(folder)
+        name, other = "conv_norm_out.weight", "conv_norm_out.bias"
+        swapped = {name: plan.weights[other], other: plan.weights[name]}
+        replace(plan, weights={**plan.weights, **swapped}).save(folder)
+        return built
+
+    monkeypatch.setattr(OnCpu, "adopt", adopt)
+    (second,) = build(store, 1)
+    assert "adopted_from" not in second.engine.details and len(second.engine.details["check"]["shapes"]) > 1
+    assert "what was adopted is wrong" in caplog.text
 
 
 @pytest.mark.gpu

@@ -90,8 +90,8 @@ class OnnxRuntime(Backend):
         from sdaccel.graph.optimize import optimize
 
         job.progress("fusing", 0.0)
-        for tensor in _external(job.model):
-            _place(tensor, job.weights.key, *_extent(tensor))
+        for tensor in external(job.model):
+            place_at(tensor, job.weights.key, *extent(tensor))
         fused = ir.from_proto(job.model)
         fired = optimize(fused, f"{self.name}, images" if job.component.startswith("vae") else self.name)
         fused.opset_imports["com.microsoft"] = 1
@@ -135,12 +135,18 @@ class OnnxRuntime(Backend):
             place = values.places.get(base)
             found = values.optimized(tensor.name)
             if place is not None and (layout == "plain" or (not layout and np.array_equal(found, values.base(base)))):
-                _place(tensor, job.weights.key, place.offset, place.nbytes)
+                place_at(tensor, job.weights.key, place.offset, place.nbytes)
                 continue
             name = hashlib.sha256(np.ascontiguousarray(found).data).hexdigest()
             own.setdefault(name, []).append(tensor)
             kind, dims = _SAFETENSORS[tensor.data_type], tuple(tensor.dims)
-            tensors[name] = _InFile(data, *_extent(tensor), kind, dims) if outside else _InMemory(found, kind, dims)
+            tensors[name] = _InFile(data, *extent(tensor), kind, dims) if outside else _InMemory(found, kind, dims)
+        return self._pack(own, tensors, job)
+
+    def _pack(
+        self, own: Mapping[str, Sequence[onnx.TensorProto]], tensors: Mapping[str, weights_file.Readable], job: BuildJob
+    ) -> Entry | None:
+        """A weights entry of ``tensors``, to which the initializers in ``own`` are pointed; both by SHA-256."""
         if not own:
             return None
         identity = {
@@ -155,8 +161,13 @@ class OnnxRuntime(Backend):
         packed = weights_file.layout(entry)
         for name, users in own.items():
             for tensor in users:
-                _place(tensor, key, packed[name].offset, packed[name].nbytes)
+                place_at(tensor, key, packed[name].offset, packed[name].nbytes)
         return entry
+
+    def adopt(self, engine: Entry, job: BuildJob, folder: Path) -> Built | None:
+        from sdaccel.backends.onnxruntime_adopt import adopt
+
+        return adopt(engine, job, folder, self._pack)
 
     # running
 
@@ -298,7 +309,7 @@ class _Values:
         tensor = self._tensors[name]
         if tensor.data_location != tensor.EXTERNAL:
             return np.array(numpy_helper.to_array(tensor))
-        return _read(self._data, *_extent(tensor)).view(_ARRAYS[tensor.data_type]).reshape(tuple(tensor.dims))
+        return _read(self._data, *extent(tensor)).view(_ARRAYS[tensor.data_type]).reshape(tuple(tensor.dims))
 
 
 def _with_shapes(plan: bytes, values: Mapping[str, np.ndarray], names: Collection[str]) -> bytes:
@@ -315,7 +326,7 @@ def _with_shapes(plan: bytes, values: Mapping[str, np.ndarray], names: Collectio
     for tensor in model.graph.initializer:
         if tensor.name in names:
             tensor.dims[:] = values[tensor.name].shape
-            _place(tensor, "", 0, values[tensor.name].nbytes)
+            place_at(tensor, "", 0, values[tensor.name].nbytes)
     return model.SerializeToString()
 
 
@@ -355,17 +366,17 @@ def _array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     return tensor.contiguous().numpy()
 
 
-def _external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+def external(model: onnx.ModelProto) -> list[onnx.TensorProto]:
     return [t for t in model.graph.initializer if t.data_location == t.EXTERNAL]
 
 
-def _extent(tensor: onnx.TensorProto) -> tuple[int, int]:
+def extent(tensor: onnx.TensorProto) -> tuple[int, int]:
     """(offset, length) in bytes of an external tensor."""
     places = {item.key: item.value for item in tensor.external_data}
     return int(places.get("offset", 0)), int(places["length"])
 
 
-def _place(tensor: onnx.TensorProto, entry: str, offset: int, length: int) -> None:
+def place_at(tensor: onnx.TensorProto, entry: str, offset: int, length: int) -> None:
     tensor.data_location = tensor.EXTERNAL
     for field in ("raw_data", "float_data", "external_data"):
         tensor.ClearField(field)
