@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -163,10 +163,10 @@ def verifying(checkpoint: Any, request: Request, store: Any, backend: Backend | 
                 for entry in engines_here(checkpoint, component, backend, store)[:1]:
                     store.open_engine(entry.key)
 
-    with ThreadPoolExecutor(1, "sdaccel-verify") as pool:
-        done = pool.submit(verify)
-        yield
-        done.result()
+    thread = threading.Thread(target=verify, name="sdaccel-verify", daemon=True)  # Ctrl-C need not wait for it
+    thread.start()
+    yield
+    thread.join()
 
 
 def device_for(backend: Backend | None) -> str:
