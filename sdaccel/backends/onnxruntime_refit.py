@@ -8,8 +8,8 @@ to be right because the weight, laid out so, gives the very bytes that the optim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,8 @@ def places(
     readers = Counter(before.values())
     weights = set(readers)
     names = {tensor.name for tensor in optimized.initializer}
-    found: dict[str, tuple[str, str]] = {}
-    seen: Counter[str] = Counter()
+    matches: dict[str, _Match] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     roots = {name: name for name in names}
     for node in optimized.node:
         if node.op_type in _VIEWS and node.input[0] in roots:
@@ -65,13 +65,18 @@ def places(
             weight = root if root in weights else before.get((_gives(node), place))
             if weight is None:
                 continue
-            if root not in found:
-                layout = _layout(weight_of(weight), initializer_of(root))
-                if layout is not None:
-                    found[root] = weight, layout
-            if found.get(root, ("",))[0] == weight:
-                seen[weight] += 1
-    return {name: use for name, use in found.items() if seen[use[0]] >= readers[use[0]]}
+            if root not in matches:
+                base = weight_of(weight)
+                layouts = _matching(base, initializer_of(root))
+                matches[root] = _Match(weight, layouts, base.shape, node.name.endswith(_SUFFIX))
+            seen[weight, root] += matches[root].weight == weight
+    block = _block_in_use(matches.values())
+    chosen = {root: match.layout(block) for root, match in matches.items()}
+    found = {root: (matches[root].weight, layout) for root, layout in chosen.items() if layout is not None}
+    read = Counter[str]()
+    for (weight, root), count in seen.items():
+        read[weight] += count if root in found else 0
+    return {name: use for name, use in found.items() if read[use[0]] >= readers[use[0]]}
 
 
 def _gives(node: onnx.NodeProto) -> str:
@@ -79,13 +84,38 @@ def _gives(node: onnx.NodeProto) -> str:
     return node.name.removesuffix(_SUFFIX) if node.name.endswith(_SUFFIX) else node.output[0]
 
 
-def _layout(base: np.ndarray, written: np.ndarray) -> str | None:
+def _matching(base: np.ndarray, written: np.ndarray) -> list[str]:
+    """Layouts in which ``base`` gives ``written``: several, where it does not show, as in a weight of zeros."""
     if base.dtype != written.dtype:
-        return None
-    for layout in _layouts(base):
-        if np.array_equal(laid_out(base, layout).reshape(-1), written.reshape(-1)):
-            return layout
-    return None
+        return []
+    return [
+        layout for layout in _layouts(base) if np.array_equal(laid_out(base, layout).reshape(-1), written.reshape(-1))
+    ]
+
+
+class _Match(NamedTuple):
+    weight: str
+    layouts: list[str]
+    shape: tuple[int, ...]
+    blocked: bool
+    """Whether its reader works in blocks of channels."""
+
+    def layout(self, block: int) -> str | None:
+        """``block``: channels in a block on this machine, 0 if it does not show."""
+        if len(self.layouts) < 2 or len(self.shape) != 4:
+            return next(iter(self.layouts), None)
+        kind = "both" if self.shape[1] >= block else "outputs"
+        usual = f"{kind} {block}" if self.blocked else "plain"
+        return usual if usual in self.layouts else None
+
+
+def _block_in_use(matches: Iterable[_Match]) -> int:
+    shown = Counter(
+        int(match.layouts[0].partition(" ")[2])
+        for match in matches
+        if match.blocked and len(match.shape) == 4 and len(match.layouts) == 1
+    )
+    return max(shown, key=lambda block: shown[block], default=0)
 
 
 def _layouts(base: np.ndarray) -> Iterator[str]:

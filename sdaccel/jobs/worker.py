@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,6 @@ class Worker:
         self._last_decoded: Future[_Drawn] | None = None
         self._before: Future[_Drawn] | None = None
         """What has to be decoded before the model may change."""
-        self._drawn: _Drawn | None = None
 
     def prepare(self, model: str | None, jobs: Sequence[Job]) -> ModelFacts:
         """Opens the model and builds what its engines lack for ``jobs``. Raises SdaccelError."""
@@ -104,7 +103,7 @@ class Worker:
         """
         self._room.acquire()
         encoded = self._encoding.submit(self._encode, batch, self._last_decoded)
-        drawn = self._drawing.submit(self._latents, encoded)
+        drawn = self._drawing.submit(lambda: encoded.result().model.latents(encoded.result()))
         decoded = self._last_decoded = self._decoding.submit(lambda: drawn.result().decoded())
         result: Future[list[ImageResult]] = Future()
         decoded.add_done_callback(lambda future: self._write(future, result))
@@ -137,7 +136,6 @@ class Worker:
     def _put_aside(self) -> None:
         if self._model is not None:
             self._settle()
-            self._drawn = None
             model, self._model = self._model, None
             self._kept.keep(model.named, model)
 
@@ -146,17 +144,6 @@ class Worker:
     def _encode(self, batch: BatchTask, before: Future[_Drawn] | None) -> _Encoded:
         self._before = before
         return self._open(batch.model).encoded(batch)
-
-    def _latents(self, encoded: Future[_Encoded]) -> _Drawn:
-        """The decoder gets its work first: the GPU is at that while the host prepares the next batch."""
-        ready = encoded.result()
-        if self._drawn is not None:
-            self._drawn.enqueued.wait()
-        self._drawn = None
-        drawn = ready.model.latents(ready)
-        if drawn.event is not None:
-            self._drawn = drawn
-        return drawn
 
     def _write(self, decoded: Future[_Drawn], result: Future[list[ImageResult]]) -> None:
         """Hands each image to a thread that writes it, and the last of them the whole result."""
@@ -242,15 +229,10 @@ class _Drawn:
     reports: list[RunReport]
     seconds: float
     pixels: Any = None
-    enqueued: threading.Event = field(default_factory=threading.Event)
-    """The decoder's work is given to the GPU, or has failed."""
 
     def decoded(self) -> _Drawn:
         start = time.perf_counter()
-        try:
-            self.pixels = self.model.decode(self)
-        finally:
-            self.enqueued.set()
+        self.pixels = self.model.decode(self)
         self.seconds += time.perf_counter() - start
         return self
 
@@ -502,15 +484,10 @@ class _Model:
         with torch.inference_mode(), self._own_stream(drawn):
             if self._decoder is None:
                 return self._decode(drawn.latents).cpu()
-            pixels = self._decoder.generate(lambda: self._enqueue(drawn), careful=False)
+            pixels = self._decoder.generate(lambda: self._decode(drawn.latents), careful=False)
             drawn.reports.append(self._decoder.last_report)
             self._weights.tell(drawn.reports[-1])
             return pixels.cpu()
-
-    def _enqueue(self, drawn: _Drawn) -> Any:
-        pixels = self._decode(drawn.latents)
-        drawn.enqueued.set()
-        return pixels
 
     @contextmanager
     def _own_stream(self, drawn: _Drawn):

@@ -31,6 +31,18 @@ def test_layouts_hold_each_value_in_its_place(shape, block):
     assert len(bias) % block == 0 and np.array_equal(bias[: shape[0]], weight[:, 0, 0, 0])
 
 
+def test_a_layout_that_does_not_show_is_that_of_its_reader():
+    """A convolution of zeros fits every layout."""
+    zeros = np.zeros((16, 32, 1, 1), np.float32)
+    layouts = onnxruntime_refit._matching(zeros, zeros)
+    shown = onnxruntime_refit._Match("a", ["both 8"], (16, 16, 3, 3), True)
+    hidden = onnxruntime_refit._Match("b", layouts, zeros.shape, True)
+    assert len(layouts) > 3 and onnxruntime_refit._block_in_use([hidden, shown]) == 8
+    assert hidden.layout(8) == "both 8" and hidden._replace(shape=(16, 4, 1, 1)).layout(8) == "outputs 8"
+    assert hidden._replace(blocked=False).layout(8) == "plain"
+    assert hidden.layout(0) is None, "better not at all than in the wrong places"
+
+
 @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
 def test_all_weights_at_once(kind, accelerated_of):
     """An engine of one model with the weights of another gives what the other gives."""

@@ -101,7 +101,8 @@ def test_engine_and_module_share_their_weights(on_cpu, store):
     with torch.no_grad():
         pipe.unet.conv_in.weight += 0.1
     pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64, output_type="latent")
-    assert any("conv_in.weight" in fallback.reason for fallback in pipe.sdaccel.last_report.fallbacks)
+    assert not pipe.sdaccel.last_report.fallbacks and "conv_in.weight changed" in str(pipe.sdaccel.last_report)
+    assert parameters["conv_in.weight"].data_ptr() == engine.executor.weights["conv_in.weight"].data_ptr()
 
 
 def test_weights_loaded_in_inference_mode_stay_ordinary(on_cpu, store):
@@ -135,8 +136,8 @@ def test_what_torch_raises_in_a_build_is_ours(on_cpu, tmp_path, monkeypatch):
         build(Store(tmp_path))
 
 
-def test_an_edit_that_leaves_no_trace_is_computed_with_or_noticed(on_cpu, store):
-    """Through ``.data``: the engine reads the same memory; what it made of the weights beforehand is looked at."""
+def test_an_edit_that_leaves_no_trace_is_computed_with(on_cpu, store):
+    """Through ``.data``: the engine reads the same memory; what it made of the weights beforehand is made again."""
     pipe = pipelines.make("sd1")
     call = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "np"}
     sdaccel.accelerate(pipe, store=store, components=["unet"])
@@ -148,8 +149,7 @@ def test_an_edit_that_leaves_no_trace_is_computed_with_or_noticed(on_cpu, store)
     for module in (pipe.unet.conv_in, pipe.unet.up_blocks[0].upsamplers[0].conv):
         module.weight.data.mul_(-1.5)
         found = image()
-        with_engine = not pipe.sdaccel.last_report.fallbacks
-        assert with_engine == (module is pipe.unet.conv_in)
+        assert not pipe.sdaccel.last_report.fallbacks
         sdaccel.restore(pipe)
         assert abs(found - image()).max() <= PIPELINE_MAX_ABS
         sdaccel.accelerate(pipe, store=store, components=["unet"])
