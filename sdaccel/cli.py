@@ -446,6 +446,10 @@ def batch(
     defaults: Annotated[
         Path | None, typer.Option("--defaults", metavar="FILE", help="A .toml with what jobs leave out: steps = 30.")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option("--lora", metavar="FILE[:STRENGTH]", help="For jobs that name no loras. May be repeated."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Draw only what is missing in the folder.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="As --resume, and what was set aside once more.")] = False,
     batch_size: Annotated[
@@ -487,6 +491,7 @@ def batch(
     from sdaccel.jobs import display
     from sdaccel.jobs.command import draw_jobs
     from sdaccel.jobs.task import Options
+    from sdaccel.lora import chosen
 
     if ray is not None and workers is not None:
         raise SettingError("--workers is for this machine, --ray for a cluster.", hint="Leave one of them out.")
@@ -513,6 +518,7 @@ def batch(
             options,
             shown,
             defaults=defaults,
+            loras=chosen(lora or ()),
             expand=expand,
             seed=seed,
             pattern=name,

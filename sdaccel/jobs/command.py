@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sdaccel.jobs.run import Run
 from sdaccel.jobs.sheet import SheetRow, write_sheet
 from sdaccel.jobs.storage import is_address
 from sdaccel.jobs.task import Options
+from sdaccel.lora import Lora
 
 SHEET = "contact-sheet.html"
 
@@ -25,6 +27,7 @@ def draw_jobs(
     display: Display,
     *,
     defaults: Path | None = None,
+    loras: Sequence[Lora] = (),
     expand: str = "random",
     seed: int = 0,
     pattern: str | None = None,
@@ -34,8 +37,12 @@ def draw_jobs(
     retry: bool = False,
     sheet: bool = True,
 ) -> Run:
-    """Draws what can be drawn; the run's summary tells the rest. Raises SdaccelError before anything is drawn."""
+    """Draws what can be drawn; the run's summary tells the rest. Raises SdaccelError before anything is drawn.
+
+    ``loras``: of jobs that name none; they take the place of the defaults' own.
+    """
     usual = read_defaults(defaults) if defaults else {}
+    usual |= {"loras": list(loras)} if loras else {}
     found = read_jobs(jobs, usual, expand, seed)
     if not found.jobs:
         for fault in found.faults[:-1]:

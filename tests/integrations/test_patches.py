@@ -300,11 +300,11 @@ def lora(module: nn.Module, prefix: str, targets: tuple[str, ...], seed: int, sc
     return state
 
 
-def load(pipe: Any, name: str, seed: int = 1, scale: float = 0.5, text: bool = False) -> None:
+def load(pipe: Any, name: str, seed: int = 1, scale: float = 0.5, text: bool = False, **options: Any) -> None:
     state = lora(pipe.unet, "unet", ("to_q", "to_v", "to_out.0"), seed, scale)
     if text:
         state |= lora(pipe.text_encoder, "text_encoder", ("q_proj", "v_proj"), seed, scale)
-    pipe.load_lora_weights(state, adapter_name=name)
+    pipe.load_lora_weights(state, adapter_name=name, **options)
 
 
 def test_lora_loaded_after(sd1):

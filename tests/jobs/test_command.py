@@ -7,6 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
 from sdaccel import console
 from sdaccel.cli import run
@@ -46,6 +49,18 @@ def test_good_jobs_are_drawn_bad_ones_are_told_with_their_lines(batch, tmp_path)
     assert "negative_prompt" in err and "between 1 and 1000" in err
     assert (tmp_path / "out" / "00001-1-a red circle.png").is_file()
     assert "a red circle" in (tmp_path / "out" / "contact-sheet.html").read_text(encoding="utf-8")
+
+
+def test_loras_for_jobs_that_name_none(batch, tmp_path):
+    for name in ("ink", "oil"):
+        weights = {"lora_unet_time_embedding_linear_1.diff_b": torch.full((32,), 0.5)}
+        save_file(weights, tmp_path / f"{name}.safetensors")
+    own = GOOD.replace('"seed"', '"loras": ["oil.safetensors"], "seed"')
+    code, _, err = batch(f"{GOOD}\n{own}", "--lora", f"{tmp_path / 'ink.safetensors'}:0.5")
+    assert code == 0, err
+    texts = [str(Image.open(path).text) for path in sorted((tmp_path / "out").glob("*.png"))]
+    assert [("ink:0.5" in text, "oil" in text) for text in texts] == [(True, False), (False, True)]
+    assert batch(GOOD, "--lora", tmp_path / "none.safetensors")[0] == 1
 
 
 def test_events_are_a_line_each(batch):
