@@ -183,6 +183,10 @@ def fit_pipeline(pipe: Any, request: Request) -> Any:
     import diffusers
 
     name = type(pipe).__name__
+    if "ControlNet" in name:
+        raise SettingError(
+            f"this model is a {name}: it needs an image to follow, which is given in Python alone (sdaccel.accelerate)."
+        )
     needs_mask, needs_image = "Inpaint" in name, "Img2Img" in name or "Pix2Pix" in name
     lacks_mask = needs_mask and request.mask is None
     if lacks_mask or (needs_image and request.image is None):

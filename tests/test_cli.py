@@ -26,6 +26,7 @@ from sdaccel.cli import run
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError
 from sdaccel.quickstart import quickstart
+from tests import pipelines
 from tests.conftest import Built
 
 QUICK = dict(quickstart.__kwdefaults__)
@@ -700,3 +701,9 @@ def test_steps_that_a_scheduler_cannot_take_are_refused():
         images.draw(pipe, images.Request("x", steps=1000))
     with pytest.raises(IndexError):
         images.draw(pipe, images.Request("x", steps=20))
+
+
+def test_generate_has_no_image_for_a_controlnet(cli, tmp_path):
+    pipelines.make("controlnet").save_pretrained(tmp_path / "model")
+    said = cli("generate", "x", "--model", tmp_path / "model", "--no-engine", "-o", tmp_path / "x.png")
+    assert said.code == 1 and "needs an image to follow" in said.err

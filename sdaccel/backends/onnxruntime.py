@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -247,6 +248,14 @@ class _Engine(LoadedEngine):
         return {name: torch.from_numpy(result) for name, result in zip(names, results, strict=True)}
 
 
+def entry_of(document: Mapping[str, Any]) -> str:
+    """The key of the weights entry that a plan's `WEIGHTS` names. Raises ValueError for anything else."""
+    key = str(document["entry"])
+    if not re.fullmatch(r"[0-9a-f]{64}", key):
+        raise ValueError(f"{key!r} is no key of the store")
+    return key
+
+
 class _Weights:
     """The weights of the checkpoint among a plan's initializers."""
 
@@ -255,7 +264,7 @@ class _Weights:
         for name, (weight, layout, shape) in document["written"].items():
             self._initializers.setdefault(weight, []).append((name, layout, tuple(shape)))
         self._fixed = frozenset(document["fixed"])
-        file = folder / str(document["entry"]) / weights_file.FILE
+        file = folder / entry_of(document) / weights_file.FILE
         self._base = {
             name: _InFile(file, int(offset), int(nbytes), str(dtype), tuple(shape))
             for name, (offset, nbytes, dtype, shape) in document["places"].items()

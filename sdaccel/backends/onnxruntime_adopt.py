@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sdaccel.backends.base import BuildJob, Built
-from sdaccel.backends.onnxruntime import PLAN, WEIGHTS, extent, external, place_at
+from sdaccel.backends.onnxruntime import PLAN, WEIGHTS, entry_of, extent, external, place_at
 from sdaccel.backends.onnxruntime_refit import laid_out
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.store import Entry
@@ -68,7 +68,7 @@ def adopt(engine: Entry, job: BuildJob, folder: Path, pack: Pack) -> Built | Non
             name: TensorPlace(o, n, tuple(shape), kind) for name, (o, n, kind, shape) in document["places"].items()
         }
         weights = job.store.root / "weights"
-        old = weights / document["entry"] / weights_file.FILE
+        old = weights / entry_of(document) / weights_file.FILE
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineBroken(f"{engine.path / WEIGHTS} cannot be read: {error}.") from error
     stored, file = weights_file.layout(job.weights), job.weights.file(weights_file.FILE)
