@@ -136,6 +136,10 @@ class LiveWeights:
         }
         self._tell_watches(names)
 
+    def release(self) -> None:
+        """Lets go of adapters' numbers that are kept on a GPU for the next set."""
+        self._parts = _Parts()
+
     def tell(self, report: RunReport) -> None:
         """Names in ``report`` what ran with which LoRAs, and what of their files is not used."""
         for component, run in report.components.items():

@@ -544,6 +544,7 @@ class _Model:
         """Off the GPU. On a CPU it stays as it is, engines and all."""
         if self._host is not None and not self._on_cpu():
             self._take_out()
+            self._weights.release()
             self._host.leave()
             self._parked = True
             gc.collect()
