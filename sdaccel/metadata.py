@@ -125,7 +125,7 @@ def read_parameters(text: str) -> Parameters:
         meant = _unquoted(value)
         if name in _PROMPT_FACTS and meant != value:
             prompts[_PROMPT_FACTS.index(name)] = meant
-        else:
+        elif meant or name not in found:  # what is empty takes no earlier value's place
             found[name] = meant
     return Parameters(prompts[0], prompts[1], found)
 

@@ -101,6 +101,7 @@ def test_what_a1111_reads_well_is_as_it_writes():
 
 
 @given(st.lists(st.sampled_from([*PIECES, "aa", "a", "1x2:", "é -/:", ": "])).map("".join))
+@example("1x2:a cat,1x2:")
 @settings(max_examples=300, deadline=None)
 def test_facts_are_found_where_a1111_finds_them(line):
     text = f"p\n{line}, aa: 1, bb: 2, cc: 3"
