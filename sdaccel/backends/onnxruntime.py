@@ -42,7 +42,7 @@ FORMAT = "2"
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _NUMPY = {"float32": np.float32, "float16": np.float16, "int64": np.int64}
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
-_SAFETENSORS = {1: "F32", 10: "F16", 7: "I64"}
+SAFETENSORS = {1: "F32", 10: "F16", 7: "I64"}
 _ARRAYS = {1: np.float32, 10: np.float16, 7: np.int64}
 """by onnx.TensorProto.DataType"""
 _ERRORS = (
@@ -140,7 +140,7 @@ class OnnxRuntime(Backend):
                 continue
             name = hashlib.sha256(np.ascontiguousarray(found).data).hexdigest()
             own.setdefault(name, []).append(tensor)
-            kind, dims = _SAFETENSORS[tensor.data_type], tuple(tensor.dims)
+            kind, dims = SAFETENSORS[tensor.data_type], tuple(tensor.dims)
             tensors[name] = _InFile(data, *extent(tensor), kind, dims) if outside else _InMemory(found, kind, dims)
         return self._pack(own, tensors, job)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sdaccel.backends.base import BuildJob, Built
-from sdaccel.backends.onnxruntime import PLAN, WEIGHTS, entry_of, extent, external, place_at
+from sdaccel.backends.onnxruntime import PLAN, SAFETENSORS, WEIGHTS, entry_of, extent, external, place_at
 from sdaccel.backends.onnxruntime_refit import laid_out
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.store import Entry
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import onnx
 
 Pack = Callable[[Mapping[str, list[Any]], Mapping[str, Any], BuildJob], "Entry | None"]
-_TYPES = {1: "F32", 10: "F16", 7: "I64"}
-"""by onnx.TensorProto.DataType"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def _constant(tensor: onnx.TensorProto, weights: Path) -> _InFile:
     """Of the graph, and so of every checkpoint."""
     location = next(item.value for item in tensor.external_data if item.key == "location")
     dims = tuple(tensor.dims)
-    return _InFile(weights / location, TensorPlace(*extent(tensor), dims, _TYPES[tensor.data_type]), "plain", dims)
+    return _InFile(weights / location, TensorPlace(*extent(tensor), dims, SAFETENSORS[tensor.data_type]), "plain", dims)
 
 
 def _hidden(file: Path, place: TensorPlace) -> bool:

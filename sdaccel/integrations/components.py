@@ -72,10 +72,7 @@ class UNetSwap(Swap):
             inputs["timestep_cond"] = timestep_cond
         if down_block_additional_residuals is not None or mid_block_additional_residual is not None:
             inputs |= self._residuals(down_block_additional_residuals, mid_block_additional_residual)
-        scale = (cross_attention_kwargs or {}).get("scale")
-        if scale is not None and scale != 1:
-            target = target._replace(patches=self.watch.patches(float(scale)))
-        out = target.run(inputs)["sample_out"]
+        out = self.at_scale(target, cross_attention_kwargs).run(inputs)["sample_out"]
         if out.dtype is not sample.dtype or out.device != sample.device:
             out = out.to(sample.device, sample.dtype)
         if not return_dict:

@@ -65,10 +65,7 @@ class ControlNetSwap(Swap):
             if config.addition_embed_type == "text_time":
                 added = added_cond_kwargs or {}
                 inputs["y"] = added_vector(self.module, added.get("text_embeds"), added.get("time_ids"))
-            adapters_scale = (cross_attention_kwargs or {}).get("scale")
-            if adapters_scale is not None and adapters_scale != 1:
-                target = target._replace(patches=self.watch.patches(float(adapters_scale)))
-            found = target.run(inputs)
+            found = self.at_scale(target, cross_attention_kwargs).run(inputs)
             residuals = [found[name].to(sample.device, sample.dtype) for name in shapes]
             residuals = _scaled(residuals, conditioning_scale, guess_mode and not config.global_pool_conditions)
         if config.global_pool_conditions:

@@ -215,6 +215,11 @@ class Swap:
             what = edits[0] if len(edits) == 1 else f"{len(edits)} weights, {edits[0]} first,"
             target.report.note(f"{self.component}: {what} changed since the build; the engine has taken that over.")
 
+    def at_scale(self, target: Target, attention: Mapping[str, Any] | None) -> Target:
+        """``target`` with adapters at the scale that ``cross_attention_kwargs`` of a call give."""
+        scale = (attention or {}).get("scale")
+        return target if scale is None or scale == 1 else target._replace(patches=self.watch.patches(float(scale)))
+
     def run(self, target: Target, /, *args: Any, **kwargs: Any) -> Any:
         """What the method returns, computed by an engine. Raises one of `FALLBACK_ERRORS`."""
         raise NotImplementedError
