@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,20 @@ from tests.exported import exported as exported
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a run share a store: see `tests.pipelines.shared_store`."""
+    if "TEST_STORE" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="sdaccel-tests-", ignore_cleanup_errors=True)
+        os.environ["TEST_STORE"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two, since torch has threads of its own. Beside another a GPU's kernels could not be timed."""
+    return 0 if _has_gpu() else min(2, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -141,7 +141,7 @@ def _files() -> Path:
 @cache
 def shared_store() -> Store:
     """One store for the whole run. Graphs, engines and weights in it are keyed by what they are, so tests may share."""
-    return Store(Path(os.environ.get("TEST_STORE") or _files() / "store"))
+    return Store(Path(os.environ["TEST_STORE"]))
 
 
 def scaled(module: torch.nn.Module, seed: int) -> Any:

@@ -15,6 +15,7 @@ from sdaccel import settings
 from sdaccel.backends.base import Backend, pick_backend
 from sdaccel.builder import slower_than_torch
 from sdaccel.engine import disk
+from sdaccel.engine.hashes import content_hash
 from sdaccel.engine.patch import NOTHING, Patches
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import ModelError, ProfileError, UnsupportedCall
@@ -57,6 +58,7 @@ class ContentHashes:
     """Content hashes of checkpoint files, read once as long as path, size and time of change stay."""
 
     def __init__(self, store: Store):
+        self._store = store
         self._notes = Notes(store, "hashes.json")
 
     def known(self, path: Path, part: str) -> str | None:
@@ -74,7 +76,7 @@ class ContentHashes:
         if known is not None:
             return known
         stamp = file_stamp(path)
-        value = component.content_hash
+        value = content_hash(component, self._store)
         with self._notes.lock:
             table = self._notes.read()
             entry = table.get(str(path.absolute()))

@@ -40,6 +40,7 @@ from sdaccel.draw import (
 )
 from sdaccel.engine.hashes import content_hash
 from sdaccel.errors import SdaccelError, SettingError
+from sdaccel.jobs.embeddings import PROMPTS, Embeddings
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.remote import local_model
 from sdaccel.jobs.sidecar import to_sidecar
@@ -322,6 +323,7 @@ class _Model:
         self._pipe: Any = None
         self._mode = ""
         self._encoder: Any = None
+        self._embeddings = Embeddings()
         self._decoder: Any = None
         self._weights: Any = None
         self._ready: set[tuple[int, int, str]] = set()
@@ -387,21 +389,25 @@ class _Model:
         start = time.perf_counter()
         arguments = _together(pipe, requests)
         arguments["generator"] = [torch.Generator().manual_seed(image.job.seed or 0) for image in batch.images]
-        report = RunReport()
+        reports = [report := RunReport()]
         if _encodes(pipe):
             with refusals(pipe, requests[0]):
-                if self._encoder is None:
-                    arguments |= _embeddings(pipe, arguments)
-                else:
-                    arguments |= self._encoder.generate(lambda: _embeddings(pipe, arguments), careful=False)
-                    report = self._encoder.last_report
-            arguments = {name: value for name, value in arguments.items() if name not in _PROMPTS}
-        self._weights.tell(report)
+                embeddings, told = self._embeddings.of(pipe, arguments, requests[0].loras, self._encode)
+            arguments = {name: value for name, value in arguments.items() if name not in PROMPTS} | embeddings
+            reports = [*told, report]
+        for each in reports:
+            self._weights.tell(each)
         for note in (note for request in requests for note in cut_off(pipe, request)):
             report.note(note)
         if self.backend is None:
             report.note("in plain torch, as asked")
-        return _Encoded(batch, self, pipe, requests[0], arguments, [report], time.perf_counter() - start)
+        return _Encoded(batch, self, pipe, requests[0], arguments, reports, time.perf_counter() - start)
+
+    def _encode(self, call: Callable[[], Any]) -> tuple[Any, RunReport]:
+        if self._encoder is None:
+            return call(), RunReport()
+        result = self._encoder.generate(call, careful=False)
+        return result, self._encoder.last_report
 
     def latents(self, encoded: _Encoded) -> _Drawn:
         import torch
@@ -545,6 +551,7 @@ class _Model:
         if self._host is not None and not self._on_cpu():
             self._take_out()
             self._weights.release()
+            self._embeddings = Embeddings()
             self._host.leave()
             self._parked = True
             gc.collect()
@@ -572,26 +579,9 @@ def _together(pipe: Any, requests: Sequence[Request]) -> dict[str, Any]:
     return each[0] | lists
 
 
-_PROMPTS = ("prompt", "negative_prompt")
-_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-
-
 def _encodes(pipe: Any) -> bool:
     """Whether prompts can be encoded before the call."""
     return hasattr(pipe, "encode_prompt") and not edits_as_told(pipe)
-
-
-def _embeddings(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the pipeline makes of the prompts at the beginning of its call."""
-    guided = arguments["guidance_scale"] > 1 and getattr(pipe.unet.config, "time_cond_proj_dim", None) is None
-    found = pipe.encode_prompt(
-        prompt=arguments["prompt"],
-        device=pipe._execution_device,
-        num_images_per_prompt=1,
-        do_classifier_free_guidance=guided,
-        negative_prompt=arguments["negative_prompt"],
-    )
-    return {name: value for name, value in zip(_EMBEDDINGS, found, strict=False) if value is not None}
 
 
 def _scaled(latents: Any, config: Any) -> Any:

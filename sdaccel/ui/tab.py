@@ -84,6 +84,15 @@ def unlimited() -> dict[str, Any]:
     return {"concurrency_limit": None} if "concurrency_limit" in listener else {}
 
 
+def when_any_changes(components: Sequence[Any], *event: Any, **options: Any) -> None:
+    """One listener for all where Gradio has such (from 4): a second answer never comes before the first."""
+    if hasattr(gr, "on"):
+        gr.on([component.change for component in components], *event, trigger_mode="always_last", **options)
+        return
+    for component in components:
+        component.change(*event, **options)
+
+
 class Bell:
     """Rung by events, heard by the page's watcher."""
 
@@ -503,14 +512,12 @@ class BuildPage:
 
         quiet = {"show_progress": "hidden"}
         problems = list(self.problems.values())
-        for component in form:
-            component.change(check, form, [*problems, self.needs, self.notice], **quiet)
+        when_any_changes([*form, bell.component], check, form, [*problems, self.needs, self.notice], **quiet)
         preset.change(sizes, [preset], [ranges], **quiet)
         building.click(build, form, [*problems, self.notice, bell.component], **quiet)
         cancelling.click(cancel, [self.job], [self.notice, bell.component], **quiet)
         retrying.click(retry, [self.job], [self.notice, bell.component], **quiet)
         forgetting.click(forget, None, [self.notice, self.job, bell.component], **quiet)
-        bell.component.change(check, form, [*problems, self.needs, self.notice], **quiet)
 
     def requests(
         self, models: Any, paths: Any, preset: Any, resolutions: Any, batches: Any, tokens: Any, components: Any,
