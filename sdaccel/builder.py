@@ -6,7 +6,8 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +20,7 @@ from sdaccel.engine.hashes import content_hash
 from sdaccel.engine.manifest import EngineManifest, TensorSpec, engine_key
 from sdaccel.engine.store import Draft, Entry, Store
 from sdaccel.engine.weights import FILE, layout, publish_weights
-from sdaccel.errors import BackendError, EngineBroken, ExportError, ModelError, SettingError
+from sdaccel.errors import BackendError, EngineBroken, EngineNotFound, ExportError, ModelError, SettingError, StoreError
 from sdaccel.models.checkpoint import Checkpoint, open_checkpoint
 from sdaccel.profile import ImageProfile, OptimizationProfile
 
@@ -181,23 +182,24 @@ def _build_component(
             check = _check(component, source.config, backend, draft, weights, inputs, limit, loaded, shapes)
             return replace(built, details={**built.details, "check": check})
 
-        built = None if config.timing_cache else _adopted(identity, backend, job, draft.path)
-        if built is not None:
-            try:
-                built = checked(built, [_smallest(component, source.config)])
-            except ExportError as error:
-                _log.warning("%s is built after all: what was adopted is wrong: %s", component, error)
-                built = None
-                loaded.clear()
-                gc.collect()
-                for path in draft.path.iterdir():
-                    path.unlink()
-        if built is None:
-            built = checked(backend.build(job, draft.path), None)
-            if config.check and backend.device_type() == "cuda":
-                progress(f"{component}: measuring against torch", 0.95)
-                speed = _speed(component, source.config, weights, precision, profiles[0], loaded)
-                built.details.update({"speed": speed} if speed else {})
+        with _kept(store, weights):
+            built = None if config.timing_cache else _adopted(identity, backend, job, draft.path)
+            if built is not None:
+                try:
+                    built = checked(built, [_smallest(component, source.config)])
+                except ExportError as error:
+                    _log.warning("%s is built after all: what was adopted is wrong: %s", component, error)
+                    built = None
+                    loaded.clear()
+                    gc.collect()
+                    for path in draft.path.iterdir():
+                        path.unlink()
+            if built is None:
+                built = checked(backend.build(job, draft.path), None)
+                if config.check and backend.device_type() == "cuda":
+                    progress(f"{component}: measuring against torch", 0.95)
+                    speed = _speed(component, source.config, weights, precision, profiles[0], loaded)
+                    built.details.update({"speed": speed} if speed else {})
         loaded.clear()
         manifest = EngineManifest(
             **identity,
@@ -222,6 +224,20 @@ def _build_component(
     return store.publish("engines", engine_key(**identity), fill, waiting=waiting)
 
 
+@contextmanager
+def _kept(store: Store, weights: Entry) -> Iterator[None]:
+    """Tells what fails inside because ``weights`` were removed from the store meanwhile. Raises StoreError."""
+    try:
+        yield
+    except (BackendError, EngineBroken, ModelError, OSError) as error:
+        if store.get("weights", weights.key) is not None:
+            raise
+        raise StoreError(
+            f"the weights {weights.key} were removed from {store.root} while an engine was built of them.",
+            hint="Build again.",
+        ) from error
+
+
 def _adopted(identity: Mapping[str, Any], backend: Backend, job: BuildJob, folder: Path) -> Built | None:
     """What ``backend`` makes of an engine of other weights that is else the same; None where it has to build."""
     same = {name: value for name, value in identity.items() if name != "weights"}
@@ -229,7 +245,7 @@ def _adopted(identity: Mapping[str, Any], backend: Backend, job: BuildJob, folde
         try:
             job.store.verify(entry)
             built = backend.adopt(entry, job, folder)
-        except EngineBroken as error:
+        except (EngineBroken, EngineNotFound) as error:
             _log.warning("not adopted, because %s", error)
             continue
         if built is not None:

@@ -12,7 +12,7 @@ from sdaccel import draw
 from sdaccel.backends.base import pick_backend
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.store import Store
-from sdaccel.errors import Cancelled, ModelError, SettingError
+from sdaccel.errors import Cancelled, ModelError, SettingError, StoreError
 from sdaccel.export import to_onnx
 from sdaccel.models.checkpoint import open_checkpoint
 from sdaccel.profile import ImageProfile, Range
@@ -86,6 +86,22 @@ def test_a_cancelled_build_leaves_nothing(store, tmp_path):
     assert store.list() == []
     assert not list((store.root / "tmp").iterdir())
     assert build(store) == store.list()
+
+
+@pytest.mark.parametrize("when", ["fusing", "comparing"])
+def test_weights_removed_during_a_build_are_named(store, tmp_path, when):
+    build(store)
+    shutil.copytree(store.root / "graphs", tmp_path / "graphs")
+    store = Store(tmp_path)
+    (first,) = build(store)
+
+    def remove(stage: str, fraction: float) -> None:
+        if when in stage and store.list():
+            store.remove(first.key)
+
+    with pytest.raises(StoreError, match=r"were removed from .* while an engine was built"):
+        build(store, profiles=[ImageProfile(Range.of(64), Range.of(64), Range(1, 1, 8))], progress=remove)
+    assert store.list() == [] and store.broken() == []
 
 
 def test_engines_of_another_exporter_are_not_those_of_today(store, monkeypatch):

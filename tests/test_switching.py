@@ -186,6 +186,21 @@ def test_onnx_runtime_takes_a_plan_over(component, tmp_path, monkeypatch):
     assert again == [donor]
 
 
+@pytest.mark.parametrize("damage", ["removed", "cut off", "changed"])
+def test_an_engine_whose_weights_are_damaged_is_no_example(damage, tmp_path):
+    store, config = with_graphs(tmp_path), BuilderConfig(("vae_decoder",), backend="onnxruntime")
+    (donor,) = build_engines(open_checkpoint(pipelines.make("sd1")), config, store)
+    file = store.get("weights", donor.engine.weights_entries[0]).file("weights.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes({"removed": b"", "cut off": data[: len(data) // 2], "changed": data}[damage])
+    if damage == "removed":
+        file.unlink()
+    (entry,) = build_engines(open_checkpoint(pipelines.make("sd1", seed=500)), config, store)
+    assert "adopted_from" not in entry.engine.details
+
+
 def test_weights_that_hide_their_layout_are_not_taken_for_an_example(tmp_path):
     pipe, store = pipelines.make("sd1"), with_graphs(tmp_path)
     pipe.unet.conv_in.weight.data.zero_()

@@ -60,6 +60,7 @@ def adopt(engine: Entry, job: BuildJob, folder: Path, pack: Pack) -> Built | Non
     """
     import onnx
 
+    job.store.open_engine(engine.key)  # its weights are read too
     try:
         document = json.loads(engine.file(WEIGHTS).read_text(encoding="utf-8"))
         known = {

@@ -212,6 +212,9 @@ class _SingleFile:
             )
         if "ztsnr" in self.tensors:  # trained with zero terminal SNR (arXiv 2305.08891)
             scheduler |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+            if scheduler["_class_name"] == "PNDMScheduler":
+                scheduler["_class_name"] = "DDIMScheduler"
+                self.notes.append("trained with zero terminal SNR, unknown to PNDMScheduler: DDIMScheduler is assumed.")
         return scheduler
 
     def _prediction_type(self, asked: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 
@@ -264,6 +265,15 @@ def test_v_pred_key(pipes, tmp_path):
     assert checkpoint.prediction_type == "v_prediction"
     assert checkpoint.scheduler["rescale_betas_zero_snr"] is True
     assert not marks.keys() & set(checkpoint.ignored)
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
+def test_zero_terminal_snr_reaches_the_scheduler(pipes, tmp_path, kind):
+    weights = {**tiny.original_weights(pipes(kind), kind), "ztsnr": torch.tensor([])}
+    checkpoint = open_checkpoint(tiny.save_single_file(weights, tmp_path / "model.safetensors"))
+    scheduler = getattr(diffusers, checkpoint.scheduler["_class_name"]).from_config(checkpoint.scheduler)
+    scheduler.set_timesteps(4)
+    assert scheduler.alphas_cumprod[-1] < 1e-6 and scheduler.timesteps[0] == 999
 
 
 # ---- pickles
