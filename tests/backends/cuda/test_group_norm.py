@@ -214,6 +214,18 @@ def test_rings_fit_a_block(shape: tuple[int, ...]) -> None:
         assert how.lanes * norm.channels // 8 <= how.threads(norm)
 
 
+@pytest.mark.parametrize("sms", [8, 14, 16, 20])
+def test_small_parts_of_a_gpu_have_tactics(sms: int) -> None:
+    """MIG slices of an H100 have 14 or 16 multiprocessors, the smallest of Blackwell 20."""
+    slice_of = Device(0, "MIG 1g", (9, 0), sms, 6 << 20, 227 << 10)
+    for channels, side in ((128, 64), (320, 64), (512, 128), (1280, 16)):
+        x = torch.empty(2, side, side, channels, dtype=torch.float16).movedim(-1, 1)
+        scale = torch.empty(channels, dtype=torch.float16)
+        shape = group_norm.Shape(2, side * side, channels, channels // 32)
+        assert all(how.cost(slice_of, shape) > 0 for how in group_norm.Fused.options(slice_of, shape))
+        assert len(group_norm.tactics(slice_of, x, scale, scale, groups=32, epsilon=1e-5)) > 1
+
+
 def test_calls_under_way_have_counters_of_their_own() -> None:
     device = torch.device("cpu")
     places = [group_norm._counters(device, 3) for _ in range(1000)]

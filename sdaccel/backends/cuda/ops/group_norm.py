@@ -198,7 +198,8 @@ class Fused:
         moved = 2 * sectors * -(-shape.rows // self.cluster)
         resident = max(1, device.shared_per_block // (self.shared(shape) + 1024))
         # not all multiprocessors can be grouped by four or eight
-        rounds = -(-blocks // (device.sms - 2 * self.cluster if resident == 1 and self.cluster > 2 else device.sms))
+        idle = 2 * self.cluster if resident == 1 and self.cluster > 2 else 0
+        rounds = -(-blocks // max(self.cluster, device.sms - idle))
         alone = 1.3 if rounds > 1 and resident == 1 else 1.0  # nothing overlaps its reductions
         return 2.0 + 0.3 * (self.cluster > 1) + 0.05 * self.cluster + alone * rounds * moved / 16e3
 
