@@ -222,7 +222,7 @@ class Cuda(Backend):
             table = TacticTable.from_json(document["measured"])
             dtype = TYPES[document["precision"]]
             dependent = bool(document["dependent"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise EngineBroken(f"{folder / TACTICS} cannot be read: {error}.") from error
         _load_cubins(folder)
         CACHE.folder = weights.parent / CUBIN_CACHE
@@ -371,6 +371,7 @@ def _save_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
 
 
 def _load_cubins(folder: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from sdaccel.backends.cuda.launch import CACHE
@@ -378,5 +379,5 @@ def _load_cubins(folder: Path) -> None:
     try:
         for key, data in load_file(folder / CUBINS).items():
             CACHE.add(key, bytes(data.numpy()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise EngineBroken(f"{folder / CUBINS} cannot be read: {error}.") from error

@@ -213,12 +213,22 @@ def test_an_engine_slower_than_torch_is_left_out_and_named(on_cpu, store, monkey
     assert [fallback.component for fallback in report.fallbacks] == ["vae_decoder"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"precision": "fp8", "dependent": true, "measured": {}}'])
-def test_a_damaged_table_of_tactics_is_refused(on_cpu, store, content, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (cuda.TACTICS, b""),
+        (cuda.TACTICS, b"{}"),
+        (cuda.TACTICS, b'{"precision": "fp8", "dependent": true, "measured": {}}'),
+        (cuda.TACTICS, b'{"precision": "fp32", "dependent": true, "measured": []}'),
+        (cuda.CUBINS, b""),
+        (cuda.CUBINS, b"\0" * 99),
+    ],
+)
+def test_a_damaged_table_of_tactics_or_kernels_is_refused(on_cpu, store, name, content, tmp_path):
     (entry,) = build(store)
     for path in entry.path.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / cuda.TACTICS).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(EngineBroken, match="cannot be read"):
         OnCpu().load(tmp_path, store.root / "weights", entry.engine.inputs)
 
