@@ -16,6 +16,9 @@ from sdaccel.errors import EngineBroken
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
+_ALIGNMENT = 16
+"""bytes of a load; parameters of a host that cuts them out of one buffer may begin anywhere"""
+
 
 def load_weights(
     plan: ExecutionPlan, folder: Path, dtype: torch.dtype, device: torch.device, shared: Parameters | None = None
@@ -25,8 +28,8 @@ def load_weights(
     ``folder`` is the store's folder of weights entries. Weights that are joined lie below each other in one tensor, of
     which each is a view. ``shared``: parameters of the torch module by name, known to hold the same values. Those of
     the same type and device that the plan does not scale are not loaded: engine and module share one memory from then
-    on, tensor by tensor, so that at no time they are there twice. Raises EngineBroken for a file that is missing or too
-    short.
+    on, tensor by tensor, so that at no time they are there twice. Every weight begins on 16 bytes, as kernels read it.
+    Raises EngineBroken for a file that is missing or too short.
     """
     given = {
         name: parameter
@@ -62,9 +65,9 @@ def load_weights(
     for name in plan.weights:
         if name not in weights:
             tensor = value(name).to(device, dtype)
-            use(
-                name, tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor.contiguous()
-            )
+            order = torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
+            tensor = tensor.contiguous(memory_format=order)
+            use(name, tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone(memory_format=order))
     return weights
 
 
@@ -72,6 +75,8 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
     """The one tensor that ``parts`` are consecutive rows of, if an engine has joined them already."""
     first = parts[0]
     end = first.data_ptr()
+    if end % _ALIGNMENT:
+        return None
     for part in parts:
         if not part.is_contiguous() or part.data_ptr() != end:
             return None

@@ -99,7 +99,7 @@ class ExecutionPlan:
                 # Copies: Windows does not move a folder with a file that is mapped.
                 constants={name: value.clone() for name, value in load_file(folder / CONSTANTS).items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             raise EngineBroken(f"{folder}: the plan cannot be read: {error}.") from error
 
 

@@ -1,6 +1,7 @@
 """Plans of whole components: lowered, saved, and run step by step in torch; on a GPU as CUDA graphs too."""
 
 import dataclasses
+import json
 import threading
 
 import onnx_ir as ir
@@ -27,6 +28,7 @@ from tests.tolerances import EXPORT_MAX_ABS
 
 ENTRY = "0" * 64
 UNETS = ("unet-sd1", "unet-sdxl", "unet-lcm-8-channel")
+LISTS = json.dumps({"format": 2} | {field.name: [] for field in dataclasses.fields(ExecutionPlan)}).encode()
 NAMES = (*UNETS, "vae_decoder", "vae_encoder", "text_encoder", "text_encoder_2", "controlnet", "controlnet-sdxl")
 
 
@@ -120,6 +122,22 @@ def test_weights_are_the_module_s_own_where_they_can_be(exported):
     }
 
 
+def test_weights_that_a_host_cut_out_of_one_buffer_begin_where_kernels_can_read_them(exported):
+    model = exported("unet-sd1")
+    values = load_file(model.weights)
+    buffer = torch.empty(1 + sum(value.numel() for value in values.values()))
+    own, start = {}, 1
+    for name, value in values.items():
+        place = buffer[start : start + value.numel()].view(value.shape)
+        own[name] = torch.nn.Parameter(place.copy_(value))
+        start += value.numel()
+    plan = plan_of(model)
+    weights = load_weights(plan, model.folder / "nowhere", torch.float32, torch.device("cpu"), own)
+    assert all(weight.data_ptr() % 16 == 0 for weight in weights.values())
+    for name in plan.weights:
+        assert own[name].data_ptr() == weights[name].data_ptr() and torch.equal(weights[name], values[name])
+
+
 def test_weights_of_another_type_are_not_shared(exported):
     model = exported("unet-sd1")
     own = {name: torch.nn.Parameter(value.half()) for name, value in load_file(model.weights).items()}
@@ -139,7 +157,17 @@ def test_a_plan_is_read_as_it_was_saved(exported, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [(PLAN, b""), (PLAN, b"{}"), (PLAN, b'{"format": 9}'), (CONSTANTS, b""), (CONSTANTS, b"\0" * 99)],
+    [
+        (PLAN, b""),
+        (PLAN, b"{}"),
+        (PLAN, b'{"format": 9}'),
+        (
+            PLAN,
+            b'{"format": 2, "inputs": [], "optional": [], "outputs": [], "prologue": [], "steps": [], "weights": []}',
+        ),
+        (CONSTANTS, b""),
+        (CONSTANTS, b"\0" * 99),
+    ],
 )
 def test_a_damaged_plan_is_refused(exported, tmp_path, name, content):
     plan_of(exported("vae_decoder")).save(tmp_path)
