@@ -149,8 +149,11 @@ def _skipping(tactics: Sequence[Tactic], measured: Measured | None) -> Tactic | 
 
 
 def _named(tactics: Sequence[Tactic], measured: Measured | None) -> Tactic:
-    wanted = measured.tactic if measured is not None else None
-    return next((tactic for tactic in tactics if tactic.name == wanted), tactics[0])
+    """The one that was chosen; where a shape does not offer it, the first that was not found wrong."""
+    if measured is None:
+        return tactics[0]
+    right = [tactic for tactic in tactics if tactic.name not in measured.refused] or tactics
+    return next((tactic for tactic in right if tactic.name == measured.tactic), right[0])
 
 
 # --- one device, shared by all engines of the process -----------------------------------------------------------------

@@ -17,6 +17,8 @@ from sdaccel.engine import disk
 from sdaccel.errors import SettingError, StoreError
 
 FORMAT = 1
+FULL = "out of memory"
+"""the reason of a tactic that is out for now: with more memory free it may be the fastest"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,9 @@ class TimingCache(TacticTable):
                 self.put(signature, found)
 
     def export(self, path: Path) -> None:
-        document = {"format": FORMAT, "device": self.device, "measured": self.to_json()}
+        """All but what was measured while memory was short: the next build tries again."""
+        lasting = {text: item for text, item in self.to_json().items() if FULL not in item["refused"].values()}
+        document = {"format": FORMAT, "device": self.device, "measured": lasting}
         disk.overwrite(path, json.dumps(document, indent=1).encode())
 
     def take(self, path: Path) -> int:

@@ -6,6 +6,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sdaccel.backends.cuda.launch import Device
 from sdaccel.backends.cuda.tactic import Tactic
-from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable
+from sdaccel.backends.cuda.timing_cache import FULL, Measured, Signature, TacticTable
 from sdaccel.errors import BackendError
 
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-5}
@@ -87,7 +88,7 @@ class Tuner:
             found = _tuple(tactic.run())
             torch.cuda.synchronize()
         except torch.cuda.OutOfMemoryError:
-            return "out of memory"
+            return FULL
         except (RuntimeError, BackendError) as problem:
             return str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         for value, expected in zip(found, exact, strict=True):
@@ -145,9 +146,13 @@ class Tuner:
 
 
 def _poison(results: Sequence[Tensor]) -> None:
-    """Leaves NaN in the free memory that results of this size will get: what a kernel does not write must not pass."""
+    """Leaves NaN in the free memory that results of this size will get, as far as there is so much: what a kernel does
+    not write must not pass."""
     for nbytes in {result.numel() * 2 for result in results}:
-        blocks = [torch.empty(nbytes, dtype=torch.uint8, device="cuda").fill_(0xFF) for _ in range(4)]
+        blocks: list[Tensor] = []
+        with suppress(torch.cuda.OutOfMemoryError):
+            for _ in range(4):
+                blocks.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda").fill_(0xFF))
         del blocks
 
 
@@ -159,12 +164,16 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _in_float32(reference: Callable[..., Any], tensors: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> Any:
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    # allow_tf32 cannot even be read where the host has set fp32_precision.
+    settings = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
     try:
         return _tuple(reference(*map(_float, tensors), **{name: _float(value) for name, value in attributes.items()}))
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
 
 
 def _float(value: Any) -> Any:

@@ -5,7 +5,7 @@ import multiprocessing
 
 import pytest
 
-from sdaccel.backends.cuda.timing_cache import Measured, Signature, TacticTable, TimingCache
+from sdaccel.backends.cuda.timing_cache import FULL, Measured, Signature, TacticTable, TimingCache
 from sdaccel.errors import SettingError
 
 H200 = {"name": "NVIDIA H200", "capability": "9.0"}
@@ -42,6 +42,16 @@ def test_what_is_saved_is_read_again(tmp_path):
     cache.put(signature(1), measured())
     cache.save()
     assert TimingCache(path, H200).measured == {signature(1): measured()}
+
+
+def test_what_was_measured_while_memory_was_short_is_measured_again(tmp_path):
+    path = tmp_path / "timing.json"
+    cache = TimingCache(path, H200)
+    cache.put(signature(1), measured())
+    cache.put(signature(2), Measured("torch", 9.0, {"torch": 9.0}, {"ours": FULL}))
+    cache.save()
+    assert cache.get(signature(2)) is not None
+    assert set(TimingCache(path, H200).measured) == {signature(1)}
 
 
 def test_caches_of_two_builds_are_merged(tmp_path):
