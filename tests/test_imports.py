@@ -14,7 +14,7 @@ import sdaccel
 
 PACKAGE = Path(sdaccel.__file__).parent
 RANKS = [
-    {"errors", "settings", "profile", "resources", "progress", "upload", "__init__"},
+    {"errors", "settings", "profile", "resources", "progress", "upload", "float32", "__init__"},
     {"models", "engine", "presets"},
     {"export", "graph", "backends", "eager"},
     {"builder", "runtime", "adapters"},

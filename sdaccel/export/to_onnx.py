@@ -31,6 +31,7 @@ import torch
 from sdaccel.engine.manifest import TensorSpec
 from sdaccel.errors import Cancelled, ExportError
 from sdaccel.export.components import ComponentSpec, architecture_fields, component_spec, kind_of
+from sdaccel.float32 import without_tf32
 
 if TYPE_CHECKING:
     from sdaccel.engine.store import Draft, Entry, Store
@@ -373,11 +374,11 @@ def _quiet() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _plain_torch() -> Iterator[None]:
     """float32 on the CPU, whatever default type, device, autocast or grad mode the host has set."""
-    before = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
         with (
+            without_tf32(),
             torch.inference_mode(False),
             torch.autocast("cpu", enabled=False),
             torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext(),
@@ -385,8 +386,7 @@ def _plain_torch() -> Iterator[None]:
         ):
             yield
     finally:
-        torch.set_default_dtype(before[0])
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before[1:]
+        torch.set_default_dtype(before)
 
 
 # --- the graph and its weights ----------------------------------------------------------------------------------------

@@ -374,13 +374,17 @@ def test_export_neither_heeds_nor_changes_the_hosts_settings(capfd):
     plain = to_onnx.export_graph("text_encoder", SHORT_TEXT)
     generator = torch.random.get_rng_state()
     handlers = logging.getLogger("torch").handlers[:]
+    matmul = torch.backends.cuda.matmul
+    precision = matmul.fp32_precision
     torch.set_default_dtype(torch.float64)
+    matmul.fp32_precision = "tf32"  # `allow_tf32` can no longer be read then
     try:
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
             graph = to_onnx.export_graph("text_encoder", SHORT_TEXT)
-        assert torch.get_default_dtype() == torch.float64
+        assert torch.get_default_dtype() == torch.float64 and matmul.fp32_precision == "tf32"
     finally:
         torch.set_default_dtype(torch.float32)
+        matmul.fp32_precision = precision
     assert graph.SerializeToString(deterministic=True) == plain.SerializeToString(deterministic=True)
     assert torch.equal(torch.random.get_rng_state(), generator)
     assert logging.getLogger("torch").handlers == handlers

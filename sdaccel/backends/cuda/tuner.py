@@ -16,6 +16,7 @@ from sdaccel.backends.cuda.launch import Device
 from sdaccel.backends.cuda.tactic import Tactic
 from sdaccel.backends.cuda.timing_cache import FULL, Measured, Signature, TacticTable
 from sdaccel.errors import BackendError
+from sdaccel.float32 import without_tf32
 
 TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-5}
 """Largest |out - ref| / |ref| of a tactic (Euclidean norms): three roundings of the type, for the input of the last
@@ -164,16 +165,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _in_float32(reference: Callable[..., Any], tensors: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> Any:
-    # allow_tf32 cannot even be read where the host has set fp32_precision.
-    settings = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [setting.fp32_precision for setting in settings]
-    for setting in settings:
-        setting.fp32_precision = "ieee"
-    try:
+    with without_tf32():
         return _tuple(reference(*map(_float, tensors), **{name: _float(value) for name, value in attributes.items()}))
-    finally:
-        for setting, precision in zip(settings, before, strict=True):
-            setting.fp32_precision = precision
 
 
 def _float(value: Any) -> Any:
