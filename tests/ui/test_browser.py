@@ -137,7 +137,7 @@ def test_generate_with_a_live_preview_stop_and_report(page, served):
     button(page, "Generate").click()
     page.locator("img.sd-live").wait_for(timeout=60_000)
     button(page, "Stop").click()
-    page.get_by_text("The drawing was stopped").wait_for()
+    page.get_by_text("The drawing was stopped").wait_for(timeout=60_000)  # after a step, which lasts on busy cores
     for label, value in (("Steps", "2"), ("Width", "64"), ("Height", "64")):
         page.get_by_label(f"number input for {label}").fill(value)
     button(page, "Generate").click()
