@@ -84,15 +84,6 @@ def unlimited() -> dict[str, Any]:
     return {"concurrency_limit": None} if "concurrency_limit" in listener else {}
 
 
-def when_any_changes(components: Sequence[Any], *event: Any, **options: Any) -> None:
-    """One listener for all where Gradio has such (from 4): a second answer never comes before the first."""
-    if hasattr(gr, "on"):
-        gr.on([component.change for component in components], *event, trigger_mode="always_last", **options)
-        return
-    for component in components:
-        component.change(*event, **options)
-
-
 class Bell:
     """Rung by events, heard by the page's watcher."""
 
@@ -101,6 +92,25 @@ class Bell:
 
     def ring(self) -> Changes:
         return {self.component: str(time.time_ns())}
+
+
+def when_any_changes(components: Sequence[Any], fn: Any, inputs: Any, outputs: Any, **options: Any) -> None:
+    """One listener for all, which works on one call at a time and always on the last: no answer comes after a newer.
+
+    Gradio 3 has one listener a component, and drops what it is called for while it works. There all ring a bell of
+    their own, and where that rang during the work the listener is called once more.
+    """
+    if hasattr(gr, "on"):
+        gr.on([each.change for each in components], fn, inputs, outputs, trigger_mode="always_last", **options)
+        return
+    bell = Bell().component
+    rung, heard = (f"window.sdaccel_{what}_{bell._id}" for what in ("rung", "heard"))
+    ring = f"() => [String({rung} = performance.now())]"
+    hear = f"(...values) => {{ {heard} = {rung}; return values.slice(0, {len(inputs or ())}); }}"
+    again = f"(value) => [{heard} === {rung} ? value : String(performance.now())]"
+    for component in components:
+        component.change(None, None, [bell], _js=ring)
+    bell.change(fn, inputs, outputs, _js=hear, **options).then(None, [bell], [bell], _js=again)
 
 
 class Watchers:
@@ -194,7 +204,7 @@ def build_tab(services: Services, host: Host | None = None, first: Sequence[tupl
             yield from watch(watchers, changes, busy)
 
         outputs = [component for page in pages for component in (page.notice, *page.live)]
-        bell.component.change(watching, None, outputs, show_progress="hidden", **unlimited())
+        when_any_changes([bell.component], watching, None, outputs, show_progress="hidden", **unlimited())
         blocks.load(bell.ring, None, [bell.component], show_progress="hidden")
     for block in blocks.blocks.values():
         block.do_not_save_to_config = True  # A1111 and Forge would show the first start's choices at every later one

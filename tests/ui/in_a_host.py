@@ -47,8 +47,7 @@ def try_in_a_host(browser: Any, services: Services) -> None:
         page.get_by_text("Every figure is an estimate").wait_for()
         page.get_by_label("Sizes").first.click()
         page.locator("ul.options li, [role=option]").filter(has_text=CUSTOM).first.click()
-        page.get_by_label("Resolutions").fill("60")
-        page.get_by_text("Width 60 cannot be built").wait_for()
+        no_late_answer(page, services)
         page.get_by_label("Resolutions").fill("64")
         button(page, "Build").last.click()
         page.locator(".sd-bar:visible").wait_for()
@@ -57,6 +56,33 @@ def try_in_a_host(browser: Any, services: Services) -> None:
     finally:
         page.close()
         host.close()
+
+
+def no_late_answer(page: Any, services: Services) -> None:
+    """A form with a batch gets a size. The look at it without one lasts until that with it is done, if both are under
+    way at once: what is said of the size must stay.
+    """
+    check, newer = services.check, threading.Event()
+
+    def slow(request: Any) -> Any:
+        found = check(request)
+        if request.resolutions:
+            newer.set()
+        elif request.batches:
+            newer.wait(1.5)
+        return found
+
+    services.check = slow  # type: ignore[method-assign]
+    try:
+        page.get_by_label("Images at once").fill("8")
+        page.wait_for_timeout(300)
+        page.get_by_label("Resolutions").fill("60")
+        page.get_by_text("Width 60 cannot be built").wait_for()
+        page.wait_for_timeout(1500)
+        if not page.get_by_text("Width 60 cannot be built").is_visible():
+            raise AssertionError("a late answer has replaced a newer one")
+    finally:
+        del services.check
 
 
 SCRIPT = Path(__file__).parents[2] / "extension" / "javascript" / "sdaccel.js"

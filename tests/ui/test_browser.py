@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -108,26 +107,9 @@ def test_build_reload_cancel_and_build_again(page, served):
     page.get_by_text(f"{before + 1} engines").wait_for()
 
 
-def test_a_late_answer_does_not_replace_a_newer_one(page, served, monkeypatch):
-    """The look at a form without a size lasts until that at the size is done, where both are under way at once."""
-    check, newer = served.services.check, threading.Event()
-
-    def slow(request):
-        found = check(request)
-        if request.resolutions:
-            newer.set()
-        elif request.batches:
-            newer.wait(3)
-        return found
-
-    monkeypatch.setattr(served.services, "check", slow)
+def test_a_late_answer_does_not_replace_a_newer_one(page, served):
     fill_build(page)
-    page.wait_for_timeout(300)
-    page.get_by_label("Resolutions").fill("60")
-    assert newer.wait(10)
-    page.get_by_text("Width 60 cannot be built").wait_for()
-    page.wait_for_timeout(1500)
-    assert page.get_by_text("Width 60 cannot be built").is_visible()
+    in_a_host.no_late_answer(page, served.services)
 
 
 def test_generate_with_a_live_preview_stop_and_report(page, served):
