@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -143,10 +143,16 @@ class BuildQueue:
 
         Raises SettingError with all that is wrong with ``request``, StoreError where another process runs the queue.
         """
-        wrong = problems(request)
-        if wrong:
-            raise SettingError(" ".join(f"{name}: {message}" for name, message in wrong.items()))
+        self.admit([request])
         return self._submit(_absolute(request))
+
+    def admit(self, requests: Iterable[BuildRequest]) -> None:
+        """Raises what `submit` would raise, and queues nothing."""
+        for request in requests:
+            wrong = problems(request)
+            if wrong:
+                raise SettingError(" ".join(f"{name}: {message}" for name, message in wrong.items()))
+        self._own()
 
     def jobs(self) -> list[Job]:
         """All of them, the oldest first."""

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,21 +185,25 @@ class Services:
         return delete(self.store, keys)
 
     def rebuild(self, keys: Sequence[str]) -> list[Job]:
-        """Queues the builds that make these engines anew. One that is whole goes first: it would only be found."""
+        """Queues the builds that make these engines anew. One that is whole goes first: it would only be found.
+
+        Raises SettingError, StoreError or EngineBroken, and has deleted nothing then.
+        """
         self.host.permit("building")
         rows = {row.key: row for row in self.engines()}
         found: dict[BuildRequest, list[str]] = {}
         for key in keys:
-            entry = self.store.get("engines", key) if rows[key].state != "broken" else self._readable(key)
+            entry = self._readable(key) if key in rows else None
             if entry is None:
-                raise StoreError(f"the engine {key[:12]} is gone.")
+                raise StoreError(f"the engine {key[:12]} is gone.", hint="It has been deleted meanwhile.")
             request = rebuild_request(entry)
             components = found.setdefault(replace(request, components=None), [])
             components += request.components or ()
+        merged = [replace(request, components=tuple(names) or None) for request, names in found.items()]
+        self.queue.admit(merged)
         ready = [key for key in keys if rows[key].state == "ready"]
         if ready:
             delete(self.store, ready)
-        merged = [replace(request, components=tuple(names) or None) for request, names in found.items()]
         return [self.queue.submit(request) for request in merged]
 
     def _readable(self, key: str) -> Any:
@@ -354,7 +359,11 @@ class Services:
 
     def images(self, most: int = 24) -> list[Path]:
         """The newest images in the output folder."""
-        return sorted(self.output_folder().glob("*.png"), key=lambda path: path.stat().st_mtime, reverse=True)[:most]
+        found = []
+        for path in self.output_folder().glob("*.png"):
+            with suppress(OSError):  # deleted meanwhile
+                found.append((path.stat().st_mtime, path))
+        return [path for _, path in sorted(found, reverse=True)[:most]]
 
 
 def _show(task: Task) -> Callable[[str], None]:

@@ -674,15 +674,16 @@ def drawing(
     sampler: Any = None,
 ) -> Request:  # fmt: skip
     """What a form's fields ask to be drawn. Raises SettingError naming the field."""
+    steps, count = whole("steps", steps), whole("images", count)
     return Request(
         prompt=str(prompt or ""),
         negative=str(negative or ""),
         width=whole("width", width),
         height=whole("height", height),
-        steps=whole("steps", steps) or 20,
+        steps=20 if steps is None else steps,
         seed=whole("seed", seed),
         guidance=7.5 if guidance in (None, "") else number("guidance", guidance),
-        count=whole("images", count) or 1,
+        count=1 if count is None else count,
         scheduler=str(sampler) if sampler else None,
     )
 

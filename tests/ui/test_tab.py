@@ -19,6 +19,7 @@ from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError, StoreError
 from sdaccel.lora import Lora
 from sdaccel.ui import fragments as html
+from sdaccel.ui import services as services_module
 from sdaccel.ui import tab as module
 from sdaccel.ui.preflight import Part, Preflight
 from sdaccel.ui.queue import Job
@@ -86,6 +87,18 @@ def test_deleting_asks_first_and_says_what_was_freed(services):
     assert "1 engine deleted" in said and "freed" in said
     assert len(services.engines()) == before - 1
     assert "no such engine any more" in page.said("do", ["deleting", keys]) and len(services.engines()) == before - 1
+
+
+def test_a_rebuild_that_cannot_be_deletes_nothing(services, tmp_path, monkeypatch):
+    page = Page(services)
+    keys = [row.key for row in services.engines() if row.component == "vae_encoder"]
+    asked = services_module.rebuild_request
+    gone = str(tmp_path / "renamed disk" / "tiny")
+    monkeypatch.setattr(services_module, "rebuild_request", lambda entry: replace(asked(entry), model=gone))
+    assert "no such file" in page.said("do", ["rebuilding", keys])
+    assert set(keys) < {row.key for row in services.engines()} and not services.queue.jobs()
+    services.delete(keys)  # in another window, after it was asked in this one
+    assert "has been deleted meanwhile" in page.said("do", ["rebuilding", keys])
 
 
 def test_all_of_a_checkpoint_can_be_chosen_at_once(services):
@@ -172,7 +185,7 @@ def test_a_fault_is_a_message_and_not_a_traceback():
 
 @pytest.mark.parametrize(
     ("field", "value"), [("steps", "many"), ("seed", 1.5), ("width", float("nan")), ("guidance", object()),
-                         ("height", 1e300), ("seed", -1), ("count", 0.5)],
+                         ("height", 1e300), ("seed", -1), ("count", 0.5), ("steps", 0), ("count", 0)],
 )  # fmt: skip
 def test_numbers_of_a_form_are_checked(field, value):
     form = {"width": 64, "height": 64, "steps": 1, "seed": 0, "guidance": 1.0, field: value}
@@ -263,6 +276,13 @@ def test_drawing_saves_what_it_drew_and_stops_when_asked(services):
         time.sleep(0.01)
     services.stop("draw")
     assert long.wait(10) and long.state == "cancelled" and len(services.images()) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege")
+def test_an_image_that_goes_away_is_left_out(services):
+    (services.output_folder() / "there.png").touch()
+    (services.output_folder() / "gone.png").symlink_to("nowhere")
+    assert [path.name for path in services.images()] == ["there.png"]
 
 
 def test_the_report_names_the_loras_of_what_ran(services, tmp_path):
