@@ -995,6 +995,7 @@ def _print_tactics(details: dict[str, Any], most: int = 24) -> None:
         console.print_table(heads, rows)
         if len(steps) > most:
             print(f"  {len(steps) - most} more kinds of steps: --json shows all")
+    console.print_lines([f"  not used: {name}: {reason}" for name, reason in details.get("refused", {}).items()])
 
 
 def _pairs(values: dict[str, Any]) -> str:

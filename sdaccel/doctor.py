@@ -214,9 +214,14 @@ def _backends(facts: dict[str, Any], problems: list[Problem], store: Path | str 
         return  # said under packages
     facts["onnxruntime providers"] = ", ".join(ort.get_available_providers())
     backends = importlib.import_module("sdaccel.backends.base").backends()
+    has_gpu = importlib.import_module("torch").cuda.is_available()
     for name, make in backends.items():
         reason = make().unavailable()
         facts[name] = "runs here" if reason is None else reason
+        if name == "cuda" and has_gpu and reason is not None:
+            command = re.search(r"pip install .*\"", reason)
+            fix = f"python -m {command[0]}" if command else ""
+            problems.append(Problem(f"the GPU is not used: {reason}", fix, False))
 
 
 def _store(facts: dict[str, Any], problems: list[Problem], store: Path | str | None) -> None:

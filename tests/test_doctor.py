@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sdaccel import doctor
+from sdaccel.backends import base
 from sdaccel.cli import run
 from sdaccel.engine.store import Store
 
@@ -37,6 +39,14 @@ def test_a_machine_that_is_well(tmp_path, capsys):
     assert facts["store"]["writable"] is True
     assert not [problem for problem in facts["problems"] if problem["blocks"]]
     assert not (tmp_path / "store").exists()
+
+
+def test_a_gpu_that_engines_cannot_use_is_a_problem(tmp_path, monkeypatch):
+    reason = 'cuda-python is not installed: pip install "sdaccel[cuda]".'
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(base, "backends", lambda: {"cuda": lambda: SimpleNamespace(unavailable=lambda: reason)})
+    (problem,) = [each for each in doctor.diagnose(tmp_path).problems if "GPU is not used" in each.what]
+    assert problem.fix == 'python -m pip install "sdaccel[cuda]"' and not problem.blocks
 
 
 def test_a_whole_store_is_counted(tiny_store, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     import onnx
 
 Progress = Callable[[str, float], None]
+
+_log = logging.getLogger("sdaccel")
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,32 @@ def backends() -> dict[str, Callable[[], Backend]]:
     return {"cuda": cuda, "onnxruntime": onnxruntime}
 
 
+def gpu_left_out(wanted: str, chosen: Backend) -> str | None:
+    """Why ``chosen`` is for the CPU though torch has a GPU, and ``wanted`` is auto; None where that is not so."""
+    if wanted != "auto" or chosen.device_type() != "cpu" or not torch.cuda.is_available():
+        return None
+    reason = backends()["cuda"]().unavailable()
+    return None if reason is None else f"the GPU is not used: {reason}"
+
+
+@functools.cache
+def _tell(reason: str) -> None:
+    _log.warning("%s", reason)
+
+
 def pick_backend(name: str = "auto", device: str | None = None) -> Backend:
     """The backend ``name``, or with ``auto`` the first that runs here, on ``device`` (cpu, cuda) if one does.
 
     Raises SettingError or BackendError.
     """
+    found = _picked(name, device)
+    reason = gpu_left_out(name, found)
+    if reason is not None:
+        _tell(reason)
+    return found
+
+
+def _picked(name: str, device: str | None) -> Backend:
     known = backends()
     if name != "auto" and name not in known:
         raise SettingError(f"there is no backend {name!r}.", hint=f"Backends: auto, {', '.join(known)}.")

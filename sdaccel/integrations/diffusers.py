@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sdaccel.backends.base import Backend, pick_backend
+from sdaccel.backends.base import Backend, gpu_left_out, pick_backend
 from sdaccel.builder import (
     BuilderConfig,
     build_engines,
@@ -78,16 +78,19 @@ def accelerate(
     if build not in BUILD:
         raise SettingError(f"build={build!r} is not one of {', '.join(BUILD)}.")
     place = store if isinstance(store, Store) else Store(store)
-    chosen_backend = pick_backend(backend, _device_of(pipe))
+    device = _device_of(pipe)
+    chosen_backend = pick_backend(backend, device)
     checkpoint = checkpoint or open_checkpoint(pipe)
     wanted = buildable_components(checkpoint, components)
     left_out = {} if components else _left_out(pipe, checkpoint, wanted)
     wanted = [component for component in wanted if component not in left_out]
     precision = precision or _precision_like(pipe, chosen_backend)
     config = BuilderConfig(tuple(wanted), tuple(profiles or ()), precision, chosen_backend.name)
-    unused = _unused_gpu(backend, chosen_backend)
+    unused, no_use = _unused_gpu(backend, chosen_backend, device)
     if unused:
         warnings.warn(unused, stacklevel=2)
+    if no_use:
+        build = "never"
     engines, notes = _engines(checkpoint, config, chosen_backend, place, build, progress)
     notes += [unused] if unused else []
     restore(pipe)
@@ -134,15 +137,19 @@ def _device_of(pipe: Any) -> str | None:
     return getattr(device, "type", None)
 
 
-def _unused_gpu(wanted: str, backend: Backend) -> str | None:
-    """What to tell someone whose pipeline is still on the CPU of a machine whose GPU has a backend too."""
+def _unused_gpu(wanted: str, backend: Backend, device: str | None) -> tuple[str | None, bool]:
+    """What to tell someone whose pipeline's GPU has no engines, or who left it on the CPU of a machine with a GPU; and
+    whether engines of ``backend``, which chose itself, would be built in vain."""
     if wanted != "auto" or backend.device_type() != "cpu":
-        return None
-    best = pick_backend()
-    if best.device_type() == "cpu":
-        return None
-    gpu = best.device_type()
-    return f"the pipeline is on the CPU, so its engines are the CPU's. For the GPU's: pipe.to('{gpu}') first."
+        return None, False
+    left_out = gpu_left_out(wanted, backend)
+    if device not in (None, "cpu", "meta"):
+        told = f"no engine runs on {device}, where the pipeline is, so torch runs all of it"
+        return f"{told}: {left_out}" if left_out else f"{told}.", True
+    best = pick_backend().device_type()
+    if best == "cpu":
+        return left_out, False
+    return f"the pipeline is on the CPU, so its engines are the CPU's. For the GPU's: pipe.to('{best}') first.", False
 
 
 def _precision_like(pipe: Any, backend: Backend) -> str | None:

@@ -297,7 +297,7 @@ class _Model:
         room: int = 0,
     ):
         """room: bytes of RAM that it may take while it is not in use."""
-        from sdaccel.backends.base import pick_backend
+        from sdaccel.backends.base import gpu_left_out, pick_backend
         from sdaccel.engine.store import Store
         from sdaccel.model_choice import choose_model, open_model
 
@@ -313,6 +313,7 @@ class _Model:
         self.checkpoint = open_model(choice, **options.opening)
         self.guidance = usual_guidance(self.checkpoint)
         self.backend = pick_backend(options.backend) if options.engines else None
+        self._left_out = gpu_left_out(options.backend, self.backend) if self.backend is not None else None
         self._base: Any = None
         self._room = room
         self._host: HostWeights | None = None
@@ -401,6 +402,8 @@ class _Model:
             report.note(note)
         if self.backend is None:
             report.note("in plain torch, as asked")
+        if self._left_out is not None:
+            report.note(self._left_out)
         return _Encoded(batch, self, pipe, requests[0], arguments, reports, time.perf_counter() - start)
 
     def _encode(self, call: Callable[[], Any]) -> tuple[Any, RunReport]:

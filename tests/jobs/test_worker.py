@@ -147,6 +147,12 @@ def test_a_longer_prompt_than_clip_reads_is_told(tiny_store, tmp_path):
     assert "the prompt has" in note and "are read" in note
 
 
+def test_a_gpu_that_is_not_used_is_told(tiny_store, tmp_path, monkeypatch):
+    monkeypatch.setattr("sdaccel.backends.base.gpu_left_out", lambda wanted, chosen: f"the GPU is not used: {wanted}.")
+    run, _ = drawn(tiny_store, tmp_path, JOB)
+    assert run.summary.notes == {"the GPU is not used: auto.": 1}
+
+
 def test_loras_act_on_their_own_jobs_alone(tiny_store, tmp_path):
     unet = UNet2DConditionModel.from_pretrained(tiny_store.model, subfolder="unet")
     save_file(lora(unet, "unet", ("to_q", "to_v"), 1), str(tmp_path / "style.safetensors"))

@@ -21,12 +21,13 @@ import torch
 
 from sdaccel import settings
 from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
+from sdaccel.doctor import installed
 from sdaccel.eager import TYPES
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
 from sdaccel.engine.patch import Patch, Patches, changes
 from sdaccel.engine.store import Entry
-from sdaccel.errors import BackendError, EngineBroken, OutOfMemory
+from sdaccel.errors import BackendError, EngineBroken, OutOfMemory, StoreError
 from sdaccel.profile import OptimizationProfile
 from sdaccel.resources import resource
 
@@ -64,8 +65,8 @@ class Cuda(Backend):
         if capability < LEAST:
             return f"the GPU has compute capability {capability[0]}.{capability[1]}; 7.5 is the least."
         if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-            return 'cuda-python is not installed: pip install "sdaccel[cuda]".'
-        return None
+            return f"cuda-python is not installed: {_install()}."
+        return _without_compiler()
 
     def device_type(self) -> str:
         return "cuda"
@@ -95,6 +96,7 @@ class Cuda(Backend):
             "torch": torch.__version__.split("+")[0],
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
+            "cudnn_frontend": installed("nvidia-cudnn-frontend") or "none",
             "driver": _driver_version(),
             "fusions": VERSION,
             "kernels": kernels_version(),
@@ -160,7 +162,7 @@ class Cuda(Backend):
                     job.progress(f"tuning for {profile}", 0.2 + share * index)
                     inputs = random_inputs(model, profile, device)
                     choices = executor.tune(inputs, tuner)
-                    cache.save()
+                    _save_times(cache)
                     error = _check_replays(executor, inputs, dtype)
                     profiles.append({"profile": str(profile), "replay_error": error, "steps": summary(choices)})
         finally:
@@ -183,6 +185,7 @@ class Cuda(Backend):
             "prologue": len(plan.prologue),
             "scaled": len(plan.exponents),
             "measured": tuner.measured,
+            "refused": table.refused(),
             "ceilings": ceilings,
             "profiles": profiles,
         }
@@ -361,6 +364,34 @@ def _driver_version() -> str:
     from sdaccel.backends.cuda.launch import driver_version
 
     return driver_version()
+
+
+@functools.cache
+def _without_compiler() -> str | None:
+    """Why no kernel can be compiled here, or none that this driver loads."""
+    from sdaccel.backends.cuda import nvrtc
+
+    try:
+        compiler, driver = nvrtc.version(), int(_driver_version())
+    except BackendError as error:
+        return f"{str(error).removesuffix(error.hint or '').rstrip(' .')}: {_install()}."
+    if compiler[0] > driver // 1000:
+        made, known = ".".join(map(str, compiler)), f"{driver // 1000}.{driver % 1000 // 10}"
+        return f"NVRTC {made} compiles what the driver, of CUDA {known}, cannot load: {_install(driver // 1000)}."
+    return None
+
+
+def _install(cuda: int | None = None) -> str:
+    """The command that installs what kernels need, for that CUDA version or torch's."""
+    major = str(cuda or torch.version.cuda).split(".")[0]
+    return f'pip install "sdaccel[{"cuda12" if major == "12" else "cuda"}]"'
+
+
+def _save_times(cache: TimingCache) -> None:
+    try:
+        cache.save()
+    except StoreError as error:  # the engine has them all the same
+        _log.warning("the next build measures anew: %s", error)
 
 
 def _save_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:

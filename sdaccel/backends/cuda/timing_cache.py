@@ -78,6 +78,14 @@ class TacticTable:
         alike = self._alike.get((signature.op, signature.fixed))
         return self.measured[min(alike, key=signature.distance)] if alike else None
 
+    def refused(self) -> dict[str, str]:
+        """op and tactic → why it is out, at the first shape where it is; parameters of tactics left out."""
+        found: dict[str, str] = {}
+        for signature, measured in self.measured.items():
+            for tactic, reason in measured.refused.items():
+                found.setdefault(f"{signature.op} {tactic.partition('<')[0]}", reason)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         return {
             str(signature): asdict(found) for signature, found in sorted(self.measured.items(), key=lambda i: str(i[0]))

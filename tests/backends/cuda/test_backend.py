@@ -1,6 +1,7 @@
 """The whole way of a CUDA engine through builder, store and pipeline, on the CPU: all of it but kernels and timing."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 import sdaccel
 from sdaccel.backends import base
 from sdaccel.backends.cuda import backend as cuda
-from sdaccel.backends.cuda.timing_cache import Measured
+from sdaccel.backends.cuda import nvrtc
+from sdaccel.backends.cuda.timing_cache import Measured, TimingCache
+from sdaccel.backends.onnxruntime import OnnxRuntime
 from sdaccel.builder import BuilderConfig, build_engines, slower_than_torch
 from sdaccel.engine.store import Store
 from sdaccel.errors import BackendError, EngineBroken, SettingError
@@ -307,3 +310,69 @@ def test_a_pipeline_that_is_not_on_the_gpu_yet_is_told(on_cpu, store, monkeypatc
         sdaccel.accelerate(pipe, store=store, components=["unet"])
     pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64, output_type="latent")
     assert any("pipe.to('cuda') first" in note for note in pipe.sdaccel.last_report.notes)
+
+
+WITHOUT = 'cuda-python is not installed: pip install "sdaccel[cuda]".'
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_that_engines_cannot_use_is_told(monkeypatch, tmp_path, caplog, device):
+    class Lacking(OnCpu):
+        def unavailable(self):
+            return WITHOUT
+
+    base._tell.cache_clear()
+    monkeypatch.setattr(base, "backends", lambda: {"cuda": Lacking, "onnxruntime": OnnxRuntime})
+    monkeypatch.setattr(base, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(diffusers, "_device_of", lambda pipe: device)
+    store, pipe = Store(tmp_path), pipelines.make("sd1")
+    with pytest.warns(UserWarning, match=r"the GPU is not used: cuda-python is not installed"):
+        sdaccel.accelerate(pipe, store=store, components=["vae_decoder"])
+    assert caplog.text.count("the GPU is not used: cuda-python is not installed") == 1
+    pipe(pipelines.PROMPT, num_inference_steps=1, height=64, width=64)
+    (note,) = [note for note in pipe.sdaccel.last_report.notes if WITHOUT in note]
+    in_vain = device == "cuda"
+    assert note.startswith("no engine runs on cuda, where the pipeline is") == in_vain
+    assert bool(store.list()) != in_vain
+
+
+@pytest.mark.parametrize(
+    ("compiler", "driver", "reason"),
+    [
+        ((13, 5), "13000", None),
+        ((12, 9), "13000", None),
+        ((13, 0), "12080", r"NVRTC 13\.0 compiles what the driver, of CUDA 12\.8, cannot load: .*cuda12\]\"\.$"),
+        (None, "13000", r"NVRTC cannot be loaded: no such file: pip install \"sdaccel\[cuda\]\"\.$"),
+    ],
+)
+def test_a_compiler_that_is_missing_or_too_new_is_told(monkeypatch, compiler, driver, reason):
+    def version():
+        if compiler is None:
+            raise BackendError("NVRTC cannot be loaded: no such file.", hint="Run: something")
+        return compiler
+
+    monkeypatch.setattr(cuda.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nvrtc, "version", version)
+    monkeypatch.setattr(cuda, "_driver_version", lambda: driver)
+    found = cuda._without_compiler.__wrapped__()
+    assert found is None if reason is None else re.match(reason, found)
+
+
+def test_times_that_cannot_be_kept_end_no_build(on_cpu, tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TimingCache, "export", full)
+    (entry,) = build(Store(tmp_path))
+    assert entry.engine.details["measured"] and "No space left" in caplog.text
+
+
+def test_tactics_that_are_out_are_told(on_cpu, tmp_path, monkeypatch):
+    def choose(self, signature, op, tactics, tensors, attributes):
+        found = Measured("torch", 2.0, {"torch": 2.0}, {f"ours<{len(self.cache.measured)}>": "it does not load"})
+        self.cache.put(signature, found)
+        return found
+
+    monkeypatch.setattr(FirstTactic, "choose", choose)
+    (entry,) = build(Store(tmp_path))
+    assert entry.engine.details["refused"]["conv ours"] == "it does not load"

@@ -1,5 +1,7 @@
 """What the tuner asks of the device and of the host's settings; its measurements need a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -37,6 +39,26 @@ def test_memory_that_is_too_short_to_poison_rules_no_tactic_out(monkeypatch):
     timer = tuner.Tuner(Device.cpu(), TacticTable())
     assert timer._wrong(Tactic("torch", expected.clone), (expected,)) is None
     assert "its error" in timer._wrong(Tactic("wrong", lambda: 2 * expected), (expected,))
+
+
+def test_where_memory_is_short_the_reference_rounds_too(monkeypatch):
+    asked = []
+
+    def reference(x, scale):
+        asked.append(x.dtype)
+        if x.dtype == torch.float32:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return x * scale
+
+    x = torch.ones(4, dtype=torch.float16)
+    rounded = SimpleNamespace(reference=reference)
+    ((value,), slack) = tuner._reference(rounded, (x,), {"scale": 2.0})
+    assert asked == [torch.float32, torch.float16] and value.dtype == torch.float16 and slack == 2.0
+    timer = tuner.Tuner(Device.cpu(), TacticTable())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tuner, "_poison", lambda results: None)
+    off = Tactic("off", lambda: value * (1 + 2 * 2**-10))
+    assert timer._wrong(off, (value,), slack) is None and "its error" in timer._wrong(off, (value,))
 
 
 class op:
