@@ -175,6 +175,9 @@ class Cuda(Backend):
         document = {"precision": job.precision, "dependent": executor.dependent, "measured": table.to_json()}
         (folder / TACTICS).write_text(json.dumps(document, indent=1), encoding="utf-8")
         _save_cubins(folder, cubins)
+        refused = table.refused()
+        for name, reason in refused.items():
+            _log.warning("%s: %s is not used: %s", job.component, name, reason)
         ops: dict[str, int] = {}
         for step in (*plan.prologue, *plan.steps):
             ops[step.op] = ops.get(step.op, 0) + 1
@@ -185,7 +188,7 @@ class Cuda(Backend):
             "prologue": len(plan.prologue),
             "scaled": len(plan.exponents),
             "measured": tuner.measured,
-            "refused": table.refused(),
+            "refused": refused,
             "ceilings": ceilings,
             "profiles": profiles,
         }

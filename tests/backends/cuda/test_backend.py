@@ -367,7 +367,7 @@ def test_times_that_cannot_be_kept_end_no_build(on_cpu, tmp_path, monkeypatch, c
     assert entry.engine.details["measured"] and "No space left" in caplog.text
 
 
-def test_tactics_that_are_out_are_told(on_cpu, tmp_path, monkeypatch):
+def test_tactics_that_are_out_are_told(on_cpu, tmp_path, monkeypatch, caplog):
     def choose(self, signature, op, tactics, tensors, attributes):
         found = Measured("torch", 2.0, {"torch": 2.0}, {f"ours<{len(self.cache.measured)}>": "it does not load"})
         self.cache.put(signature, found)
@@ -376,3 +376,4 @@ def test_tactics_that_are_out_are_told(on_cpu, tmp_path, monkeypatch):
     monkeypatch.setattr(FirstTactic, "choose", choose)
     (entry,) = build(Store(tmp_path))
     assert entry.engine.details["refused"]["conv ours"] == "it does not load"
+    assert caplog.text.count("vae_decoder: conv ours is not used: it does not load") == 1
