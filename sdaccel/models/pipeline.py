@@ -30,8 +30,9 @@ def load_pipeline(checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32,
     """The checkpoint as a diffusers pipeline on the CPU, without a safety checker.
 
     Weights already stored as ``dtype`` stay memory-mapped. tokenizer: a tokenizer's folder, or one with tokenizer/ (and
-    tokenizer_2/) in it; a single file has none inside, so it is else looked for beside the file, in the local Hugging
-    Face cache and on the network (openai/clip-vit-large-patch14). Raises ModelError when it is found nowhere.
+    tokenizer_2/) in it, for a model without its own; a single file has none inside, so it is else looked for beside the
+    file, in the local Hugging Face cache and on the network (openai/clip-vit-large-patch14). Raises ModelError when it
+    is found nowhere.
     """
     if checkpoint.path is None:
         raise ModelError("this checkpoint was opened from a live pipeline.", hint="Use that pipeline itself.")
@@ -41,7 +42,7 @@ def load_pipeline(checkpoint: Checkpoint, *, dtype: torch.dtype = torch.float32,
         if component.name != "controlnet"  # diffusers loads them, as it knows how they belong together
     }
     if checkpoint.kind == "folder":
-        return _from_folder(checkpoint.path, checkpoint, modules, dtype)
+        return _from_folder(checkpoint.path, checkpoint, modules, dtype, tokenizer)
     return _from_file(checkpoint.path, checkpoint, modules, tokenizer)
 
 
@@ -79,16 +80,26 @@ def _in_module(module: torch.nn.Module, component: str, name: str) -> str:
 # ---- a folder
 
 
-def _from_folder(path: Path, checkpoint: Checkpoint, modules: dict[str, Any], dtype: torch.dtype) -> Any:
+def _from_folder(
+    path: Path, checkpoint: Checkpoint, modules: dict[str, Any], dtype: torch.dtype, tokenizer: Path | None
+) -> Any:
     from diffusers import DiffusionPipeline
 
     index = read_json(path / "model_index.json")
+    for name in ("tokenizer", "tokenizer_2"):
+        if any(index.get(name) or ()) and not _has_tokenizer(path / name):
+            if tokenizer is None:
+                raise ModelError(
+                    f"{path}: {name} is missing or incomplete ({_VOCABULARY}).",
+                    hint="Download the model completely, or name one with --tokenizer FOLDER.",
+                )
+            modules[name] = _TokenizerSource(path, checkpoint.family, tokenizer).load(name)
     safety = {"safety_checker": None, "requires_safety_checker": False} if "safety_checker" in index else {}
     try:
         pipe = DiffusionPipeline.from_pretrained(
             str(path), **modules, **safety, torch_dtype=dtype, local_files_only=True, use_safetensors=True
         )
-    except (OSError, ValueError, AttributeError, ImportError, TypeError) as error:
+    except Exception as error:  # what tokenizers raises is no narrower
         raise ModelError(f"{path}: diffusers cannot load it ({str(error)[:200]}).") from error
     if pipe.scheduler.config.get("prediction_type") != checkpoint.prediction_type:
         pipe.scheduler = type(pipe.scheduler).from_config(
@@ -130,20 +141,18 @@ class _TokenizerSource:
 
     def load(self, name: str) -> Any:
         """OpenCLIP's tokenizer (SD 2, SDXL's second) is OpenAI's, padded with "!" instead of the end token."""
-        from transformers import CLIPTokenizer
-
         pads = {"pad_token": "!"} if name == "tokenizer_2" or self.family is Family.SD2 else {}
         if self.given is not None and not self.given.is_dir():
             raise ModelError(f"tokenizer={self.given}: no such folder.")
         for folder, own in self._folders(name):
-            if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+            if _has_tokenizer(folder):
                 settled = own and (folder / "tokenizer_config.json").is_file()
-                return self._checked(CLIPTokenizer.from_pretrained(str(folder), **({} if settled else pads)))
+                return _read_tokenizer(folder, **({} if settled else pads))
         if self.given is not None:
-            raise ModelError(f"tokenizer={self.given}: no vocab.json or tokenizer.json in it.")
+            raise ModelError(f"tokenizer={self.given}: no tokenizer in it ({_VOCABULARY}).")
         for local in (True, False):
-            with contextlib.suppress(OSError, ValueError):
-                return self._checked(CLIPTokenizer.from_pretrained(CLIP_TOKENIZER, local_files_only=local, **pads))
+            with contextlib.suppress(Exception):  # no copy, no network, a proxy: each has its own
+                return _read_tokenizer(_clip_tokenizer(local), **pads)
         raise ModelError(
             f"{self.path}: a single file has no tokenizer, and {CLIP_TOKENIZER} could not be downloaded.",
             hint="Pass tokenizer=<folder with vocab.json and merges.txt>, or put one named tokenizer beside the file.",
@@ -155,8 +164,34 @@ class _TokenizerSource:
         found = [(root / name, True) for root in roots] + [(root / "tokenizer", name == "tokenizer") for root in roots]
         return found + ([(self.given, False)] if self.given is not None else [])
 
-    @staticmethod
-    def _checked(tokenizer: Any) -> Any:
-        if tokenizer.model_max_length > 77:
-            tokenizer.model_max_length = 77
-        return tokenizer
+
+# ---- tokenizers
+
+
+_VOCABULARY = "tokenizer.json, or vocab.json and merges.txt"
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether a vocabulary is there: transformers 5 makes a tokenizer that knows no word of a folder without one."""
+    return (folder / "tokenizer.json").is_file() or all((folder / n).is_file() for n in ("vocab.json", "merges.txt"))
+
+
+def _read_tokenizer(folder: Path, **options: Any) -> Any:
+    from transformers import CLIPTokenizer
+
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(str(folder), **options)
+    except Exception as error:  # what tokenizers raises is no narrower
+        raise ModelError(
+            f"{folder}: its tokenizer cannot be read ({str(error)[:120]}).", hint="Download it again."
+        ) from error
+    tokenizer.model_max_length = min(tokenizer.model_max_length, 77)
+    return tokenizer
+
+
+def _clip_tokenizer(local: bool) -> Path:
+    """The folder with OpenAI's vocabulary, in the local Hugging Face cache or fetched into it."""
+    from huggingface_hub import hf_hub_download
+
+    files = [hf_hub_download(CLIP_TOKENIZER, n, local_files_only=local) for n in ("vocab.json", "merges.txt")]
+    return Path(files[0]).parent

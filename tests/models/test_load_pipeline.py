@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
+import huggingface_hub
 import pytest
 import torch
-from transformers import CLIPTokenizer
 
 from sdaccel.errors import ModelError
 from sdaccel.models import open_checkpoint
@@ -15,14 +17,11 @@ from tests.models import tiny
 @pytest.fixture
 def no_network(monkeypatch):
     """Only folders of this machine answer."""
-    real = CLIPTokenizer.from_pretrained
 
-    def offline(name, **options):
-        if name.startswith("openai/"):
-            raise OSError("no network")
-        return real(name, **options)
+    def offline(*args, **options):
+        raise OSError("no network")
 
-    monkeypatch.setattr(CLIPTokenizer, "from_pretrained", offline)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
 
 
 def single_file(kind, tmp_path):
@@ -59,9 +58,30 @@ def test_tokenizer_beside_the_file(no_network, tmp_path):
     assert load_pipeline(open_checkpoint(path)).tokenizer.tokenize("red circle") == ["red</w>", "circle</w>"]
     with pytest.raises(ModelError, match="no such folder"):
         load_pipeline(open_checkpoint(path), tokenizer=tmp_path / "none")
-    (path.parent / "tokenizer" / "vocab.json").unlink()
-    with pytest.raises(ModelError, match=r"no vocab\.json"):
+    (path.parent / "tokenizer" / "merges.txt").write_text("<html>", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"its tokenizer cannot be read .*Download it again"):
+        load_pipeline(open_checkpoint(path))
+    (path.parent / "tokenizer" / "merges.txt").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer in it \(tokenizer.json, or vocab\.json and merges\.txt\)"):
         load_pipeline(open_checkpoint(path), tokenizer=path.parent)
+
+
+def test_tokenizer_of_the_hub(monkeypatch, tmp_path):
+    _, path = single_file("sd2", tmp_path)
+    hub = tiny.write_tokenizer(tmp_path / "hub")
+    asked = []
+
+    def download(repository, name, local_files_only):
+        asked.append((repository, local_files_only))
+        if local_files_only:
+            raise OSError("not in the cache")
+        return str(hub / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    tokenizer = load_pipeline(open_checkpoint(path)).tokenizer
+    assert tokenizer.tokenize("red circle") == ["red</w>", "circle</w>"]
+    assert tokenizer.pad_token == "!" and tokenizer.model_max_length == 77
+    assert asked[0] == ("openai/clip-vit-large-patch14", True)
 
 
 @pytest.mark.parametrize("kind", ["sd1-edit", "sdxl", "sdxl-refiner"])
@@ -75,11 +95,36 @@ def test_folders(kind, tmp_path):
         assert expected.keys() == found.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def test_a_folder_whose_tokenizer_is_incomplete(tmp_path):
+    """transformers 5 makes a tokenizer without a single word of it, which reads every prompt alike."""
+    pipe = tiny.pipeline("sdxl", tmp_path / "made")
+    pipe.save_pretrained(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / "tokenizer")
+    (tmp_path / "model" / "tokenizer_2" / "tokenizer.json").unlink()
+    checkpoint = open_checkpoint(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"model: tokenizer is missing or incomplete .*--tokenizer"):
+        load_pipeline(checkpoint)
+    loaded = load_pipeline(checkpoint, tokenizer=tmp_path / "made")
+    for name in ("tokenizer", "tokenizer_2"):
+        own, found = getattr(pipe, name), getattr(loaded, name)
+        assert found("a red circle").input_ids == own("a red circle").input_ids
+        assert found.pad_token == own.pad_token
+
+
 def test_a_folder_that_diffusers_cannot_load(tmp_path):
     tiny.pipeline("sd1", tmp_path / "made").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "scheduler" / "scheduler_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match="not JSON"):
         open_checkpoint(tmp_path / "model")
     (tmp_path / "model" / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(ModelError, match="diffusers cannot load it"):
+        load_pipeline(open_checkpoint(tmp_path / "model"))
+
+
+def test_a_vocabulary_that_is_an_html_page(tmp_path):
+    tiny.pipeline("sd1", tmp_path / "made").save_pretrained(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / "tokenizer")
+    tiny.write_tokenizer(tmp_path / "model" / "tokenizer")
+    (tmp_path / "model" / "tokenizer" / "vocab.json").write_text("<!doctype html>", encoding="utf-8")
     with pytest.raises(ModelError, match="diffusers cannot load it"):
         load_pipeline(open_checkpoint(tmp_path / "model"))
