@@ -33,7 +33,7 @@ class Checkpoint:
     name: str
     """Short, for people."""
     origin: str
-    """The path as text, or "pipeline <class>"."""
+    """The absolute path as text, or "pipeline <class>"."""
     kind: str
     """"folder", "file" or "pipeline"."""
     family: Family
@@ -86,7 +86,7 @@ def open_checkpoint(
         return _open_pipeline(source, prediction_type)
     path = Path(source)
     try:
-        path = path.expanduser()
+        path = path.expanduser().absolute()
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{path}: cannot be opened ({error}).") from None
@@ -145,7 +145,7 @@ def _open_file(
 
 def _open_vae(path: Path, family: Family | None, allow_pickle: bool) -> Component:
     """A VAE from its folder, from a whole model's folder, or from a file."""
-    path = path.expanduser()
+    path = path.expanduser().absolute()
     if path.is_file():
         return open_vae_file(path, family, allow_pickle)
     folder = path / "vae" if (path / "model_index.json").is_file() else path

@@ -266,6 +266,15 @@ def test_a_vae_of_choice(folder, tmp_path):
         open_checkpoint(folder, vae=tmp_path)
 
 
+def test_a_relative_path_is_fixed_when_it_is_opened(folder, tmp_path, monkeypatch):
+    """What is built keeps its origin, which has to mean the same in another folder."""
+    monkeypatch.chdir(folder.parent)
+    checkpoint = open_checkpoint(folder.name, vae=f"{folder.name}/vae")
+    assert checkpoint.path == folder and checkpoint.origin == str(folder)
+    monkeypatch.chdir(tmp_path.parent)
+    assert all(checkpoint.components[name].content_hash for name in ("unet", "vae"))
+
+
 def test_incomplete_folders(folder, tmp_path):
     with pytest.raises(ModelError, match=r"no model_index.json; it holds config.json, diffusion"):
         open_checkpoint(folder / "unet")
