@@ -12,6 +12,7 @@ from sdaccel.errors import ModelError
 from sdaccel.models import Family, open_checkpoint
 from sdaccel.models.pipeline import load_pipeline
 from tests.models import tiny
+from tests.tolerances import PIPELINE_MAX_ABS
 
 FAMILIES = {
     "sd1": Family.SD1,
@@ -90,7 +91,8 @@ def test_the_config_read_off_the_shapes_builds_the_same_networks(kind, pipes, tm
         again.scheduler = pipe.scheduler
     expected = pipe(**call).images
     generator.manual_seed(1)
-    assert torch.equal(again(**call).images, expected)
+    # Mapped weights lie elsewhere in their cache lines, and some kernels add up in another order then.
+    assert (again(**call).images - expected).abs().max() <= PIPELINE_MAX_ABS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
