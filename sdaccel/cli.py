@@ -17,6 +17,7 @@ import sdaccel
 from sdaccel import console, settings
 from sdaccel.console import DIFFERS, FAULT, OK
 from sdaccel.errors import SettingError
+from sdaccel.resources import expanded
 
 if TYPE_CHECKING:
     from sdaccel.engine.store import Entry, Store
@@ -251,7 +252,7 @@ def inspect(
     from sdaccel.listing import BROKEN, READY, list_engines, select
 
     place = _store(store)
-    if what != "all" and Path(what).expanduser().exists():
+    if what != "all" and _is_there(what):
         if html is not None:
             raise SettingError("--html is for engines, not for a model.", hint="Name an engine's id, or all.")
         return _inspect_model(_open(what, allow_pickle, variant, vae, prediction_type), as_json)
@@ -395,7 +396,7 @@ def generate(
         strength,
         chosen(lora or ()),
     )
-    paths = images.output_paths(output.expanduser(), [first + at for at in range(count)], force=force)
+    paths = images.output_paths(expanded(output), [first + at for at in range(count)], force=force)
     checkpoint = _open(model, allow_pickle, variant, vae, prediction_type)
     if guidance is None:
         request = replace(request, guidance=images.usual_guidance(checkpoint))
@@ -560,9 +561,9 @@ def grid(
     from sdaccel.metadata import encode
     from sdaccel.progress import terminal_progress
 
-    output = output.expanduser()
+    output = expanded(output)
     draw.check_output(output, force=force)
-    paths = find_images([place.expanduser() for place in images], besides=output)
+    paths = find_images([expanded(place) for place in images], besides=output)
     with terminal_progress(enabled=console.bar(as_json)) as progress:
         sheet = contact_sheet(paths, columns=columns, side=side, label=label, progress=progress)
     draw.write_new(output, encode(sheet.image, output.suffix), force=force)
@@ -746,7 +747,7 @@ def inspect_lora(
     from sdaccel.adapters import read_adapter
     from sdaccel.adapters.report import describe, lines
 
-    adapter = read_adapter(file.expanduser())
+    adapter = read_adapter(expanded(file))
     shapes = None
     if model is not None:
         parts = _open(model, allow_pickle, None, None, None).components
@@ -779,6 +780,13 @@ def _store(place: Path | None) -> Store:
     from sdaccel.engine.store import Store
 
     return Store(place)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return expanded(path).exists()
+    except OSError:  # it is a path at least, and who opens it says what is wrong
+        return True
 
 
 def _bench_batch(

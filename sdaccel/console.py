@@ -20,6 +20,7 @@ from typing import Any
 
 from sdaccel import settings
 from sdaccel.errors import Cancelled, SdaccelError, SettingError
+from sdaccel.resources import expanded
 
 OK, FAULT, USAGE, DIFFERS, CRASH, INTERRUPTED = 0, 1, 2, 3, 70, 130
 GRACE = 4.0
@@ -68,7 +69,7 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     try:
-        path.expanduser().write_text(text, encoding="utf-8")
+        expanded(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingError(f"{path} cannot be written: {error.strerror or error}.") from None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sdaccel.errors import ModelError, SettingError
+from sdaccel.resources import expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ class Lora:
         name = name.strip('"')
         if not (math.isfinite(scale) and abs(scale) <= MOST):
             raise SettingError(f"the strength {scale:g} of {name} is not between -{MOST:g} and {MOST:g}.")
-        return cls(Path(name).expanduser(), scale)
+        return cls(expanded(name), scale)
 
     @property
     def name(self) -> str:

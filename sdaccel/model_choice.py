@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdaccel import settings
 from sdaccel.errors import ModelError
+from sdaccel.resources import expanded
 
 if TYPE_CHECKING:
     from sdaccel.models.checkpoint import Checkpoint
@@ -36,12 +37,16 @@ def choose_model(named: str | Path | None = None) -> ModelChoice:
     """Raises ModelError if there is no such model."""
     setting = settings.MODEL.value()
     if named is not None:
-        choice = ModelChoice(Path(named).expanduser(), "named")
+        choice = ModelChoice(expanded(named), "named")
     elif setting:
-        choice = ModelChoice(Path(setting).expanduser(), "SDACCEL_MODEL")
+        choice = ModelChoice(expanded(setting), "SDACCEL_MODEL")
     else:
         choice = demo_model()
-    if not choice.path.exists():
+    try:
+        there = choice.path.exists()
+    except OSError as error:  # a name that is too long, or a folder that may not be looked into
+        raise ModelError(f"{choice}: cannot be opened ({error.strerror or error}).") from None
+    if not there:
         raise ModelError(f"{choice}: no such file or folder.", hint="Name a diffusers folder or a .safetensors file.")
     return choice
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from sdaccel.errors import ProfileError, SettingError
 from sdaccel.profile import ImageProfile, parse_profiles
-from sdaccel.resources import resource
+from sdaccel.resources import expanded, resource
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,7 +76,7 @@ def presets() -> list[Preset]:
 def find_preset(name: str | Path) -> Preset:
     """The shipped preset ``name``, or the one in a .toml file. Raises SettingError."""
     if str(name).endswith(".toml"):
-        return read_preset(Path(name).expanduser())
+        return read_preset(expanded(name))
     shipped = {path.stem: path for path in resource("presets").glob("*.toml")}
     if str(name) not in shipped:
         raise SettingError(

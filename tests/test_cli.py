@@ -264,6 +264,20 @@ def test_inspect_what_is_not_there(cli, tiny_store):
     assert (said.code, said.out) == (1, "") and "sdaccel list" in said.err
 
 
+@pytest.mark.parametrize("name", ["~no.such.user/model.safetensors", f"{'m' * 300}.safetensors"])
+@pytest.mark.parametrize("command", ["inspect", "build", "verify"])
+def test_a_name_that_no_path_can_have(cli, command, name, tmp_path):
+    said = cli(command, name, "--store", tmp_path)
+    assert (said.code, said.out) == (1, "") and name in said.err
+
+
+def test_names_that_begin_with_a_tilde(cli, tiny_store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_store.model, "~model")
+    assert cli("inspect", "~model", "--json").json()["name"] == "~model"
+    assert cli("list", "--store", "~store", "--json").json() == []
+
+
 def test_inspect_a_model(cli, tiny_store):
     facts = cli("inspect", tiny_store.model, "--json").json()
     assert (facts["family"], facts["native_side"], facts["vae_factor"]) == ("sd1", 64, 8)

@@ -34,6 +34,7 @@ from sdaccel.engine.entry import AGAIN, CHUNK, Entry, FileInfo, read_entry, veri
 from sdaccel.engine.locks import Busy, hold
 from sdaccel.engine.manifest import EngineManifest
 from sdaccel.errors import EngineBroken, EngineNotFound, StoreError
+from sdaccel.resources import expanded
 
 __all__ = ["CHUNK", "Broken", "Draft", "Entry", "FileInfo", "OpenEngine", "Store"]
 
@@ -71,7 +72,7 @@ class Store:
     KINDS = ("graphs", "weights", "engines")
 
     def __init__(self, root: Path | str | None = None):
-        chosen = Path(settings.STORE.value() if root is None else root).expanduser()
+        chosen = expanded(settings.STORE.value() if root is None else root)
         self.root = Path(disk.long_path(os.path.abspath(chosen)))  # noqa: PTH100 - without following symlinks
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from sdaccel.models.family import EXPECTED, Family, detect_family, native_side, 
 from sdaccel.models.files import read_json, read_tensors, refused, tensor_ref
 from sdaccel.models.single_file import PREDICTIONS, canonical_names, open_single_file, open_vae_file
 from sdaccel.models.tensors import FLOATS, Component, HeaderEntry, TensorRef, read_header
+from sdaccel.resources import expanded
 
 __all__ = ["Checkpoint", "Component", "HeaderEntry", "TensorRef", "open_checkpoint", "read_header"]
 
@@ -86,9 +87,9 @@ def open_checkpoint(
         return _open_pipeline(source, prediction_type)
     path = Path(source)
     try:
-        path = path.expanduser().absolute()
+        path = expanded(path).absolute()
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise ModelError(f"{path}: cannot be opened ({error}).") from None
     if is_folder:
         return _open_folder(path, allow_pickle, variant, vae, prediction_type)
@@ -145,7 +146,7 @@ def _open_file(
 
 def _open_vae(path: Path, family: Family | None, allow_pickle: bool) -> Component:
     """A VAE from its folder, from a whole model's folder, or from a file."""
-    path = path.expanduser().absolute()
+    path = expanded(path).absolute()
     if path.is_file():
         return open_vae_file(path, family, allow_pickle)
     folder = path / "vae" if (path / "model_index.json").is_file() else path
