@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from sdaccel.errors import ProfileError
 
-SIDE_STEP = 8
+SIDE_STEP, LEAST, MOST = 8, 64, 8192
+"""Pixels."""
 PROMPT_CHUNK = 77
 
 
@@ -112,17 +113,20 @@ class ImageProfile:
     def __post_init__(self) -> None:
         for name, side in (("width", self.width), ("height", self.height)):
             for number in (side.min, side.opt, side.max):
-                if number % SIDE_STEP or not 64 <= number <= 8192:
+                if number % SIDE_STEP or not LEAST <= number <= MOST:
                     raise ProfileError(
-                        f"{name} {number} cannot be built: sides are multiples of {SIDE_STEP} from 64 to 8192.",
-                        hint=f"Try {min(max(round(number / SIDE_STEP) * SIDE_STEP, 64), 8192)}.",
+                        f"{name} {number} cannot be built: sides are multiples of {SIDE_STEP} from {LEAST} to {MOST}.",
+                        hint=f"Try {min(max(round(number / SIDE_STEP) * SIDE_STEP, LEAST), MOST)}.",
                     )
 
     @classmethod
     def native(cls, side: int) -> ImageProfile:
-        """The profile used when none is given: half to twice the model's native side, opt at native."""
-        sides = Range(max(64, side // 2), side, side * 2)
-        return cls(sides, sides)
+        """The profile used when none is given: half to twice the model's native side, opt at native.
+
+        Each is made the next smaller side that can be built: models are trained at 16 and at 600 pixels too.
+        """
+        low, opt, high = (min(max(size - size % SIDE_STEP, LEAST), MOST) for size in (side // 2, side, 2 * side))
+        return cls(Range(low, opt, high), Range(low, opt, high))
 
     def for_component(self, component: str, factor: int = 8) -> OptimizationProfile:
         """The profile of ``component``; ``factor`` is the VAE's scale (pixels a latent).
@@ -178,7 +182,8 @@ def parse_profiles(
     ``native`` is the model's native side in pixels; it stands in when no resolution is given. Raises ProfileError.
     """
     default = ImageProfile.native(native)
-    sizes = [parse_resolution(text, native=native) for text in resolutions] or [(default.width, default.height)]
+    near = default.width.opt
+    sizes = [parse_resolution(text, native=near) for text in resolutions] or [(default.width, default.height)]
     batch_ranges = [parse_range(text, near=1, what="batch") for text in batches] or [default.batch]
     token_ranges = [_tokens(text) for text in tokens] or [default.tokens]
     return tuple(

@@ -104,6 +104,16 @@ def test_without_a_profile_it_is_half_to_twice_the_native_side():
     assert image == ImageProfile(Range(256, 512, 1024), Range(256, 512, 1024), Range(1, 1, 4), Range(77, 77, 231))
 
 
+@pytest.mark.parametrize(
+    ("native", "sides"), [(16, (64, 64, 64)), (66, (64, 64, 128)), (600, (296, 600, 1200)), (8192, (4096, 8192, 8192))]
+)
+def test_any_native_side_has_a_profile(native, sides):
+    (image,) = parse_profiles([], native=native)
+    assert image.width == image.height == Range(*sides)
+    (image,) = parse_profiles(["64-128"], native=native)
+    assert (image.width.min, image.width.max) == (64, 128)
+
+
 # ---- parsing
 
 
