@@ -242,6 +242,8 @@ def _adopted(identity: Mapping[str, Any], backend: Backend, job: BuildJob, folde
     """What ``backend`` makes of an engine of other weights that is else the same; None where it has to build."""
     same = {name: value for name, value in identity.items() if name != "weights"}
     for entry in job.store.find_engines(**same):
+        if entry.engine.weights == identity["weights"]:
+            continue  # the very engine that is made anew
         try:
             job.store.verify(entry)
             built = backend.adopt(entry, job, folder)

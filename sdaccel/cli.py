@@ -182,7 +182,7 @@ def build(
     config = BuilderConfig(
         tuple(component) if component else None, profiles, precision, _backend(backend), not no_check, timing_cache
     )
-    before = {entry.key for entry in place.list()}
+    before = {entry.key: entry.manifest for entry in place.list()}
     chosen = pick_backend(config.backend)
     for name in buildable_components(checkpoint, config.components):
         other = (
@@ -194,13 +194,14 @@ def build(
         entries = build_engines(checkpoint, config, place, progress)
     keys = [entry.key for entry in entries]
     items = sorted((item for item in list_engines(place) if item.key in keys), key=lambda item: keys.index(item.key))
+    built = {entry.key for entry in entries if before.get(entry.key) != entry.manifest}
     if as_json:
-        console.print_json([{**item.to_json(), "built": item.key not in before} for item in items])
+        console.print_json([{**item.to_json(), "built": item.key in built} for item in items])
         return OK
     rows = []
     for item in items:
         assert item.entry is not None
-        took = "was there" if item.key in before else _built_in(item.entry)
+        took = _built_in(item.entry) if item.key in built else "was there"
         rows.append([item.entry.engine.component, *_id_and_profiles(item), *_sizes(item), took, _error(item)])
     console.print_table(["component", "id", "profiles", "size", "shared", "built in", "error"], rows)
     return OK

@@ -245,11 +245,12 @@ def _store(facts: dict[str, Any], problems: list[Problem], store: Path | str | N
     for kind in opened.KINDS:
         entries = opened.list(kind)
         facts[kind] = f"{len(entries)}, {sum(entry.nbytes for entry in entries) / 1e6:.1f} MB"
-    broken = opened.broken()
+    lacking = importlib.import_module("sdaccel.listing").lacking
+    broken = [f"{item.kind} {item.key[:12]}: {item.reason}" for item in opened.broken()]
+    broken += [f"engines {e.key[:12]}: {reason}" for e in opened.list() if (reason := lacking(opened, e))]
     facts["broken"] = len(broken)
     if broken:
-        first = f"{broken[0].kind} {broken[0].key[:12]}: {broken[0].reason}"
-        problems.append(Problem(f"{len(broken)} entries are broken ({first})", "sdaccel rm --broken --yes", False))
+        problems.append(Problem(f"{len(broken)} entries are broken ({broken[0]})", "sdaccel rm --broken --yes", False))
     abandoned = len(list((root / "tmp").iterdir())) if (root / "tmp").is_dir() else 0
     facts["unfinished"] = abandoned
     if abandoned:

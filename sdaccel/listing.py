@@ -79,14 +79,17 @@ def _shared(store: Store, entry: Entry) -> tuple[int, str | None]:
         try:
             found = store.get(kind, key)
         except StoreError as error:
-            if kind == "weights":
-                return total, str(error)
-            continue
+            return total, str(error)
         if found is not None:
             total += found.nbytes
         elif kind == "weights":
             return total, f"its weights {key[:12]} are missing"
     return total, None
+
+
+def lacking(store: Store, entry: Entry) -> str | None:
+    """What is missing or damaged of the weights and the graph that an engine stands on; None if nothing is."""
+    return _shared(store, entry)[1]
 
 
 def stale_reason(entry: Entry) -> str | None:

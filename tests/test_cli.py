@@ -369,6 +369,23 @@ def test_rm_broken_leaves_the_whole(cli, own_store):
     assert not list((own_store / "tmp").iterdir())
 
 
+def test_rm_broken_takes_engines_without_what_they_stand_on(cli, own_store):
+    store = Store(own_store)
+    (graph,) = {e.engine.architecture for e in store.list() if e.engine.component == "unet"}
+    (store.root / "graphs" / graph / "graph.onnx").write_bytes(b"cut off")
+    shutil.rmtree(next(e.path for e in store.list("weights") if e.key == _weights_of(store, "text_encoder")))
+    states = {item["component"]: item["state"] for item in cli("list", "--store", own_store, "--json").json()}
+    assert [states[name] for name in ("unet", "text_encoder", "vae_decoder")] == ["broken", "broken", "ready"]
+    assert cli("doctor", "--store", own_store, "--json").json()["store"]["broken"] == 3
+    assert cli("rm", "--broken", "--yes", "--store", own_store).code == 0
+    assert {e.engine.component for e in store.list()} == {"vae_decoder", "vae_encoder"} and store.broken() == []
+    assert cli("doctor", "--store", own_store, "--json").json()["store"]["broken"] == 0
+
+
+def _weights_of(store: Store, component: str) -> str:
+    return next(e.engine.weights_entries[0] for e in store.list() if e.engine.component == component)
+
+
 def test_rm_unused_takes_the_stale(cli, own_store, monkeypatch):
     from sdaccel.listing import _backend_now
 
@@ -558,6 +575,20 @@ def test_verify_refuses_a_damaged_engine(cli, tiny_store, own_store):
     path.write_bytes(data)
     said = cli("verify", tiny_store.model, "--store", own_store)
     assert said.code == 1 and "model.onnx has changed since it was built" in said.err
+
+
+@pytest.mark.parametrize("kind", ["weights", "graphs"])
+def test_building_again_mends_what_engines_share(cli, tiny_store, own_store, kind):
+    for entry in Store(own_store).list(kind):
+        file = entry.path / next(iter(entry.files))
+        file.write_bytes(bytes(file.stat().st_size))
+    arguments = [tiny_store.model, "--store", own_store, "--component", "vae_decoder", "--component", "text_encoder"]
+    said = cli("verify", *arguments, "--no-image")
+    assert said.code == 1 and "Build again" in said.err
+    size = ["--res", "64-128", "--batch", "1-2", "--tokens", "77-154"]
+    assert all(item["built"] for item in cli("build", *arguments, *size, "--json").json())
+    assert cli("verify", *arguments, "--no-image").code == 0
+    assert not any(item["built"] for item in cli("build", *arguments, *size, "--json").json())
 
 
 def test_verify_without_engines_says_how_to_build_them(cli, tiny_store, tmp_path):

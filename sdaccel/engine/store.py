@@ -194,7 +194,8 @@ class Store:
 
         ``fill`` writes files into the draft and returns the manifest (JSON; for engines `EngineManifest.to_json`). It
         runs under the key's lock, so that two builds of one key make one entry, and not at all if the entry is there
-        and verifies; a broken one is replaced. Whatever ``fill`` raises comes through and leaves nothing behind.
+        and verifies, an engine with all that it stands on; a broken one is replaced. Whatever ``fill`` raises comes
+        through and leaves nothing behind.
 
         ``waiting`` hears once a second who is building the same key and may raise to give up; StoreError after
         ``timeout`` seconds of waiting (None: no limit), and when the disk is full or the store cannot be written.
@@ -233,7 +234,9 @@ class Store:
     def _verified(self, kind: str, key: str) -> Entry | None:
         try:
             entry = self.get(kind, key)
-            if entry is not None:
+            if entry is not None and kind == "engines":
+                self._open(entry)
+            elif entry is not None:
                 self.verify(entry)
             return entry
         except EngineBroken as error:
