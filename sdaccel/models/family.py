@@ -56,10 +56,11 @@ def detect_family(unet_config: Config, components: Collection[str]) -> Family:
 
 
 def _base_or_refiner(unet_config: Config, components: Collection[str]) -> Family:
-    if "text_encoder_2" in components:
-        return Family.SDXL if "text_encoder" in components else Family.SDXL_REFINER
-    # Without encoders to tell them apart: the vector is the pooled text and six sizes (base) or five, one of them a
-    # score (refiner), and the refiner alone attends to the very encoder that the pooled text comes from.
+    if {"text_encoder", "text_encoder_2"} <= set(components):
+        return Family.SDXL
+    # A pipeline may have been saved without an encoder, so widths decide: the vector is the pooled text and six sizes
+    # (base) or five, one of them a score (refiner), and the refiner alone attends to the very encoder that the pooled
+    # text comes from.
     width, sizes = (
         unet_config.get(key) for key in ("projection_class_embeddings_input_dim", "addition_time_embed_dim")
     )

@@ -26,7 +26,8 @@ def test_published_models(name):
         Family.SDXL_REFINER: {"text_encoder_2"},
     }.get(family, {"text_encoder"})
     assert detect_family(unet, encoders) is family
-    assert detect_family(unet, set()) is family  # a UNet alone says it too
+    for rest in (set(), {"text_encoder"}, {"text_encoder_2"}):  # a UNet says it alone, whatever encoder is left out
+        assert detect_family(unet, rest) is family
     assert native_side(unet, vae) == native_side(unet, vae, family) == side
     assert vae_factor(vae) == 8
     assert variant(unet) == "text-to-image"

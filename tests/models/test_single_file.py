@@ -187,6 +187,13 @@ def test_missing_and_misshapen_tensors_make_one_error_each(pipes, tmp_path):
         open_checkpoint(tiny.save_single_file(eight, tmp_path / "eight.safetensors"))
 
 
+def test_an_sdxl_file_without_its_first_encoder_is_no_refiner(pipes, tmp_path):
+    weights = {n: t for n, t in tiny.original_weights(pipes("sdxl"), "sdxl").items() if ".embedders.0." not in n}
+    path = tiny.save_single_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"Stable Diffusion XL UNet, but no text_encoder \(conditioner\.embedders\.0"):
+        open_checkpoint(path)
+
+
 def test_no_text_encoder(pipes, tmp_path):
     weights = tiny.original_weights(pipes("sdxl"), "sdxl")
     fewer = {name: tensor for name, tensor in weights.items() if not name.startswith("conditioner.embedders.1")}
