@@ -74,6 +74,8 @@ class Store:
     def __init__(self, root: Path | str | None = None):
         chosen = expanded(settings.STORE.value() if root is None else root)
         self.root = Path(disk.long_path(os.path.abspath(chosen)))  # noqa: PTH100 - without following symlinks
+        if str(self.root).encode(errors="ignore").decode() != str(self.root):  # runtimes take paths as UTF-8
+            raise StoreError(f"the path of the store, {str(self.root)!a}, is not UTF-8.", hint=disk.ELSEWHERE)
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r})"

@@ -112,6 +112,7 @@ def _checkpoint(
 ) -> Checkpoint:
     unet, vae = configs["unet"], configs.get("vae", {})
     side, factor = native_side(unet, vae, family), vae_factor(vae)
+    name, origin = (text.encode(errors="replace").decode() for text in (name, origin))  # manifests are UTF-8
     return Checkpoint(
         name, origin, kind, family, components, scheduler, side, factor, path, tuple(notes), tuple(ignored)
     )

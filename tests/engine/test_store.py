@@ -815,6 +815,11 @@ def test_every_kind_of_path(tmp_path, name):
     assert store.remove(key) > 0
 
 
+def test_a_root_that_is_not_utf_8_is_refused():
+    with pytest.raises(StoreError, match=r"st\\udce8.*is not UTF-8.*--store"):
+        Store(os.fsdecode(b"st\xe8"))
+
+
 def test_a_relative_root_is_fixed_when_it_is_chosen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = Store("there")
