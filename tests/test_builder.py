@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 import sdaccel
 from sdaccel import draw
 from sdaccel.backends.base import pick_backend
+from sdaccel.backends.onnxruntime import OnnxRuntime
 from sdaccel.builder import BuilderConfig, build_engines, buildable_components, engines_here
 from sdaccel.engine.store import Store
-from sdaccel.errors import Cancelled, ModelError, SettingError, StoreError
+from sdaccel.errors import BackendError, Cancelled, ModelError, SettingError, StoreError
 from sdaccel.export import to_onnx
 from sdaccel.models.checkpoint import open_checkpoint
 from sdaccel.profile import ImageProfile, Range
@@ -102,6 +104,17 @@ def test_weights_removed_during_a_build_are_named(store, tmp_path, when):
     with pytest.raises(StoreError, match=r"were removed from .* while an engine was built"):
         build(store, profiles=[ImageProfile(Range.of(64), Range.of(64), Range(1, 1, 8))], progress=remove)
     assert store.list() == [] and store.broken() == []
+
+
+def test_a_disk_that_onnx_runtime_fills_is_named(tmp_path, monkeypatch):
+    def session(self, model, options):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        raise BackendError("Failed to write external initializers to file")
+
+    monkeypatch.setattr(OnnxRuntime, "_session", session)
+    with pytest.raises(StoreError, match=r"the disk is full: .*optimized\.data needs [\d,]+ bytes and 100 are free"):
+        build(Store(tmp_path))
+    assert Store(tmp_path).list() == []
 
 
 def test_engines_of_another_exporter_are_not_those_of_today(store, monkeypatch):

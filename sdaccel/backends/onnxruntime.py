@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 import re
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -25,6 +26,7 @@ import torch
 from sdaccel import settings
 from sdaccel.backends import onnxruntime_refit
 from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine, Progress
+from sdaccel.engine import disk
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
 from sdaccel.engine.patch import Patch, Patches, changes
@@ -106,7 +108,12 @@ class OnnxRuntime(Backend):
         proto = ir.to_proto(fused)
         read_by = onnxruntime_refit.uses(proto.graph)
         serialized = proto.SerializeToString()
-        _in_background(lambda: self._session(serialized, options), "optimizing for this CPU", job.progress)
+        try:
+            _in_background(lambda: self._session(serialized, options), "optimizing for this CPU", job.progress)
+        except BackendError as error:
+            if shutil.disk_usage(folder).free < job.weights.nbytes:  # it writes by itself, and does not say what failed
+                raise disk.no_room(data, job.weights.nbytes) from error
+            raise
 
         job.progress("storing", 0.8)
         model = onnx.load(str(plan), load_external_data=False)
