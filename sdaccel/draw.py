@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -386,7 +387,7 @@ def _draw(
         images = call(pipe, request, arguments | {"callback_on_step_end": callback}).images
         report = pipe.sdaccel.last_report if hasattr(pipe, "sdaccel") else RunReport()
         weights.tell(report)
-        for note in cut_off(pipe, request):
+        for note in misread(pipe, request):
             report.note(note)
         result.reports.append(report)
         for offset, (image, seed) in enumerate(zip(images, seeds, strict=True)):
@@ -448,8 +449,22 @@ def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     return arguments
 
 
-def cut_off(pipe: Any, request: Request) -> list[str]:
-    """What to tell of prompts that are longer than CLIP reads."""
+_FILE_TAG = re.compile(r"<(?:lora|lyco|hypernet):[^<>]*>")
+_WEIGHTED = re.compile(r"\([^()]*:\s*[\d.]+\s*\)|\[[^][]*:\s*[\d.]+\s*\]|\bBREAK\b")
+
+
+def misread(pipe: Any, request: Request) -> list[str]:
+    """What to tell of prompts that are not read as they may be meant."""
+    texts = (request.prompt, request.negative)
+    tags = dict.fromkeys(tag for text in texts for tag in _FILE_TAG.findall(text))
+    notes = [f"{tag} is read as words of the prompt: give its file with --lora, or as a job's loras" for tag in tags]
+    if any(map(_WEIGHTED.search, texts)):
+        notes.append("(word:1.2), [a:b:0.5] and BREAK are read as words of the prompt: only web UIs know them")
+    return notes + _cut_off(pipe, request)
+
+
+def _cut_off(pipe: Any, request: Request) -> list[str]:
+    """Of prompts that are longer than CLIP reads."""
     tokenizer = getattr(pipe, "tokenizer", None) or getattr(pipe, "tokenizer_2", None)
     if tokenizer is None:
         return []

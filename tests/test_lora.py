@@ -399,3 +399,19 @@ def test_an_image_says_what_it_was_drawn_with(sd1, untouched, style):
     prompt, negative = result.notes
     assert "the prompt has" in prompt and "are read" in prompt and "the negative prompt has" in negative
     assert report_lines(result) == [prompt, negative]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "negative", "told"),
+    [
+        ("a circle, (red) [blue], ratio 1:2 (a: b), a 50% {cut}", "", []),
+        ("a <lora:ink.v2:0.8> circle <lora:ink.v2:0.8>", "<lyco:x>", ["<lora:ink.v2:0.8> is read", "<lyco:x> is read"]),
+        ("a (red:1.2) circle", "", ["are read as words"]),
+        ("a circle", "a [circle:square:0.5]", ["are read as words"]),
+        ("a circle BREAK red", "", ["are read as words"]),
+    ],
+)
+def test_what_only_web_uis_understand_is_told(sd1, prompt, negative, told):
+    result = draw(sd1, Request(**{**vars(REQUEST), "prompt": prompt, "negative": negative}))
+    assert len(result.notes) == len(told)
+    assert all(words in note for words, note in zip(told, result.notes, strict=True)), result.notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from sdaccel.jobs.run import Run, Summary
     from sdaccel.jobs.task import ImageResult
+
+
+MOST = 20
+"""So many different notes, and errors, a summary shows."""
 
 
 class Display(Protocol):
@@ -121,11 +125,18 @@ def summary_lines(run: Run) -> list[str]:
     )
     lines += [f"{_images(number)} {text}" for number, text in told if number]
     lines += [f"{what} ran {_images(number)}" for what, number in summary.ran.items()]
-    lines += [f"set aside, {_images(number)}: {error}" for error, number in summary.errors.items()]
-    lines += [f"note, {_images(number)}: {note}" for note, number in summary.notes.items()]
+    lines += _most_often("set aside", summary.errors) + _most_often("note", summary.notes)
     if summary.faults:
         lines.append(f"jobs that could not be used: {len(summary.faults)}, see below")
     return [*lines, f"images: {run.options.out}"]
+
+
+def _most_often(what: str, counts: Mapping[str, int]) -> list[str]:
+    """Each of thousands of prompts may have its own."""
+    first = sorted(counts.items(), key=lambda item: -item[1])[:MOST]
+    lines = [f"{what}, {_images(number)}: {text}" for text, number in first]
+    left = len(counts) - len(first)
+    return [*lines, f"{what}: {left} more, which --json shows"] if left else lines
 
 
 def _images(number: int) -> str:

@@ -26,10 +26,10 @@ from sdaccel.draw import (
     call,
     call_arguments,
     components_needed,
-    cut_off,
     device_for,
     edits_as_told,
     fit_pipeline,
+    misread,
     new_scheduler,
     open_on_host,
     parameters,
@@ -199,7 +199,7 @@ class Worker:
             side = str(Path(name).with_suffix(".json"))
             self.storage.write(side, text.encode(), lambda there: has_key(there, task.key))
         ran = drawn.engines()
-        return ImageResult(task.key, task.index, name, seed, len(data), share, drawn.memory, ran, drawn.notes)
+        return ImageResult(task.key, task.index, name, seed, len(data), share, drawn.memory, ran, drawn.notes(position))
 
 
 @dataclass
@@ -212,6 +212,8 @@ class _Encoded:
     request: Request
     """As much of it as all images share."""
     arguments: dict[str, Any]
+    misread: list[list[str]]
+    """What to tell of each image's prompts."""
     reports: list[RunReport]
     seconds: float
 
@@ -227,6 +229,7 @@ class _Drawn:
     latents: Any
     event: Any
     """On a GPU: when the latents are there."""
+    misread: list[list[str]]
     reports: list[RunReport]
     seconds: float
     pixels: Any = None
@@ -252,11 +255,10 @@ class _Drawn:
     def failed(self) -> list[str]:
         return list(dict.fromkeys(text for report in self.reports for text in report.failed))
 
-    @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, position: int) -> tuple[str, ...]:
         told = [f"{fault.component} in torch: {fault.reason}" for report in self.reports for fault in report.fallbacks]
         told += [note for report in self.reports for note in report.notes]
-        return tuple(dict.fromkeys(told))
+        return tuple(dict.fromkeys([*told, *self.misread[position]]))
 
     def engines(self) -> dict[str, str]:
         """component → "engine", "torch" or "engine, torch"."""
@@ -281,6 +283,7 @@ class _Drawn:
             "settings": dict(self.model.settings()),
             "model": {"name": self.model.checkpoint.name, "content": self.model.content()},
             "scheduler": self.scheduler,
+            "notes": self.misread[position],
             "reports": [report.to_json() for report in self.reports],
         }
 
@@ -398,13 +401,12 @@ class _Model:
             reports = [*told, report]
         for each in reports:
             self._weights.tell(each)
-        for note in (note for request in requests for note in cut_off(pipe, request)):
-            report.note(note)
         if self.backend is None:
             report.note("in plain torch, as asked")
         if self._left_out is not None:
             report.note(self._left_out)
-        return _Encoded(batch, self, pipe, requests[0], arguments, reports, time.perf_counter() - start)
+        notes = [misread(pipe, request) for request in requests]
+        return _Encoded(batch, self, pipe, requests[0], arguments, notes, reports, time.perf_counter() - start)
 
     def _encode(self, call: Callable[[], Any]) -> tuple[Any, RunReport]:
         if self._encoder is None:
@@ -429,7 +431,8 @@ class _Model:
             event = torch.cuda.Event()
             event.record()
         seconds = encoded.seconds + time.perf_counter() - start
-        return _Drawn(encoded.batch, self, pipe, type(pipe.scheduler).__name__, latents, event, reports, seconds)
+        scheduler, notes = type(pipe.scheduler).__name__, encoded.misread
+        return _Drawn(encoded.batch, self, pipe, scheduler, latents, event, notes, reports, seconds)
 
     def _fitted(self, request: Request) -> Any:
         """The pipeline of the kind that ``request`` needs, with its engines and LoRAs."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sdaccel.errors import StoreError
+from sdaccel.jobs.display import summary_lines
 from sdaccel.jobs.job import Job
 from sdaccel.jobs.journal import Journal
 from sdaccel.jobs.run import Run
@@ -302,3 +303,10 @@ def test_a_plan_is_safe_from_a_loss_of_power_and_each_image_does_not_wait_for_th
         assert journal._one("PRAGMA synchronous") == (2,)
     assert journal._one("PRAGMA synchronous") == (1,)
     journal.close()
+
+
+def test_a_summary_of_thousands_of_notes_is_short(tmp_path):
+    run = Run([], Options(str(tmp_path)))
+    run.summary.notes = {f"note {number}": 1 for number in range(3000)} | {"often": 9}
+    lines = [line for line in summary_lines(run) if line.startswith("note")]
+    assert len(lines) == 21 and lines[0] == "note, 9 images: often" and "2981 more" in lines[-1]

@@ -142,9 +142,11 @@ def test_an_image_file_draws_itself_again(tiny_store, tmp_path):
 
 
 def test_a_longer_prompt_than_clip_reads_is_told(tiny_store, tmp_path):
-    run, _ = drawn(tiny_store, tmp_path, replace(JOB, prompt="circle " * 100))
-    (note,) = run.summary.notes
-    assert "the prompt has" in note and "are read" in note
+    run, _ = drawn(tiny_store, tmp_path, replace(JOB, prompt="circle " * 100), JOB, batch_size=2)
+    ((note, images),) = run.summary.notes.items()
+    assert "the prompt has" in note and "are read" in note and images == 1
+    first, second = ((metadata.read(tmp_path / entry.name).details or {})["notes"] for entry in run.entries())
+    assert first == [note] and second == []
 
 
 def test_a_gpu_that_is_not_used_is_told(tiny_store, tmp_path, monkeypatch):
