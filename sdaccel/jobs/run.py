@@ -258,6 +258,8 @@ class Run:
                 self._open.add(key)
                 self.summary.before -= 1
                 self._note("gone from the folder, and drawn again")
+            elif (suffix := Path(name).suffix) != self.options.suffix:
+                self._note(f"there already as {suffix}, so not drawn as {self.options.suffix}")
 
     def _note(self, text: str, images: int = 1) -> None:
         self.summary.notes[text] = self.summary.notes.get(text, 0) + images

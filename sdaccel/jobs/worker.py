@@ -193,7 +193,8 @@ class Worker:
         data = metadata.encode(
             image, suffix, parameters=text, details=details, key=task.key, quality=self.options.quality
         )
-        name = self.storage.write(task.name, data, lambda there: has_key(there, task.key))
+        wanted = str(Path(task.name).with_suffix(suffix))  # an earlier run may have planned another format
+        name = self.storage.write(wanted, data, lambda there: has_key(there, task.key))
         if self.options.sidecar or self.options.format != "png":
             text = json.dumps({**details, "key": task.key}, indent=1)
             side = str(Path(name).with_suffix(".json"))

@@ -305,6 +305,14 @@ def test_a_plan_is_safe_from_a_loss_of_power_and_each_image_does_not_wait_for_th
     journal.close()
 
 
+def test_images_that_are_there_in_another_format_are_told(tmp_path):
+    draw(tmp_path, jobs(4))
+    chosen = Options(out=str(tmp_path), format="webp")
+    run = Run(jobs(4), chosen, workers=Painters(chosen), resume=True)
+    assert not list(run) and run.summary.before == 7
+    assert run.summary.notes == {"there already as .png, so not drawn as .webp": 7}
+
+
 def test_a_summary_of_thousands_of_notes_is_short(tmp_path):
     run = Run([], Options(str(tmp_path)))
     run.summary.notes = {f"note {number}": 1 for number in range(3000)} | {"often": 9}

@@ -141,6 +141,17 @@ def test_an_image_file_draws_itself_again(tiny_store, tmp_path):
     assert all(np.array_equal(*pair) for pair in zip(images, copies, strict=True))
 
 
+def test_what_a_run_has_left_is_drawn_in_the_format_of_the_next(tiny_store, tmp_path):
+    drawn(tiny_store, tmp_path, replace(JOB, n=2))
+    next(tmp_path.glob("00001*.png")).unlink()
+    run = Run([replace(JOB, n=2)], options(tiny_store, tmp_path, format="jpg"), resume=True)
+    (result,) = run
+    assert Image.open(tmp_path / result.name).format == "JPEG" and result.name.endswith(".jpg")
+    assert run.entries()[0].name == result.name and not list(tmp_path.glob("00001*.png"))
+    again = Run([replace(JOB, n=2)], options(tiny_store, tmp_path, format="jpg"), resume=True)
+    assert not list(again) and again.summary.before == 2
+
+
 def test_a_longer_prompt_than_clip_reads_is_told(tiny_store, tmp_path):
     run, _ = drawn(tiny_store, tmp_path, replace(JOB, prompt="circle " * 100), JOB, batch_size=2)
     ((note, images),) = run.summary.notes.items()
