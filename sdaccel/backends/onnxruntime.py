@@ -291,8 +291,13 @@ class _Weights:
         return name in self._initializers
 
     def changed(self, name: str, patch: Patch) -> dict[str, np.ndarray]:
-        """The initializers that hold this weight, with the patch. Raises UnsupportedCall."""
-        base = self._base[name].read()
+        """The initializers that hold this weight, with the patch. Raises UnsupportedCall, EngineBroken."""
+        try:
+            base = self._base[name].read()
+        except (OSError, RuntimeError) as error:  # gone, or shorter
+            raise EngineBroken(
+                f"{self._base[name].path} was removed or changed while its engine was in use.", hint="Build again."
+            ) from error
         value = patch.apply(base)
         array, found = _array(value, base.dtype), {}
         for initializer, layout, shape in self._initializers[name]:

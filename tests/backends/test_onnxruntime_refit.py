@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 import sdaccel
 from sdaccel.backends import onnxruntime_refit
 from tests import pipelines
-from tests.integrations.conftest import images, same, through_engines
+from tests.integrations.conftest import images, reasons, same, through_engines
 
 BLOCKS = [(16, 16, 3, 3), (20, 24, 3, 3), (4, 33, 1, 1), (32, 4, 3, 3)]
 
@@ -59,3 +61,23 @@ def test_all_weights_at_once(kind):
     for component in pipe.sdaccel.last_report.components:
         (engine,) = pipe.sdaccel.contexts[component]._loaded.values()
         assert not engine._weights._fixed, component
+
+
+@pytest.mark.parametrize("loss", ["removed", "cut off"])
+def test_weights_that_go_while_an_engine_is_in_use(loss, tmp_path):
+    """`sdaccel rm` beside a running program: what needs them runs in torch, with the reason."""
+    store = shutil.copytree(pipelines.shared_store().root, tmp_path / "store")
+    pipe = sdaccel.accelerate(pipelines.make("sd1"), store=sdaccel.Store(store), components=["unet"])
+    images(pipe, "sd1")
+    for entry in sdaccel.Store(store).list("weights"):
+        if loss == "removed":
+            shutil.rmtree(entry.path)
+        else:
+            entry.file("weights.safetensors").write_bytes(b"")
+    own = pipelines.make("sd1")
+    for changed in (pipe, own):
+        with torch.no_grad():
+            for parameter in changed.unet.parameters():
+                parameter.mul_(0.99)
+    assert same(images(pipe, "sd1"), images(own, "sd1"))
+    assert "was removed or changed while its engine was in use" in reasons(pipe)["unet"]
