@@ -191,7 +191,7 @@ def find_engine(
         sides = f"{image.width.opt}x{image.height.opt}"
         raise EngineNotFound(
             f"no engine of {component} for {sides} is in {store.root}: {error}",
-            hint=f"Run: sdaccel build --res {sides}",
+            hint=f'Run: sdaccel build "{checkpoint.origin}" --res {sides} --batch {image.batch.opt}',
         ) from None
     return (*candidates[at], shape)
 

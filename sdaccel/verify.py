@@ -127,7 +127,7 @@ def verify(
     if not any(engines.values()):
         raise EngineNotFound(
             f"the store {store.root} has no engine of {checkpoint.name} for this machine.",
-            hint=f"Run: sdaccel build {checkpoint.origin}",
+            hint=f'Run: sdaccel build "{checkpoint.origin}"',
         )
     result = Verification()
     work = [(name, entry) for name, entries in engines.items() for entry in entries]
