@@ -384,6 +384,11 @@ _OTHER_KINDS = (
 )
 _PARTS_ALONE = (
     _Kind(
+        r"^unet\.(?:conv_in|down_blocks)\.",
+        "a diffusers pipeline in one file",
+        "Use its folder, with model_index.json, or a file in the original layout.",
+    ),
+    _Kind(
         r"^(?:down_blocks\.\d+\.resnets|conv_in\.weight)",
         "a diffusers UNet alone",
         "Name the folder that contains model_index.json.",

@@ -28,6 +28,7 @@ KINDS = {
     "textual inversion": ["emb_params"],
     "textual inversion ": ["<cat-toy>"],
     "textual inversion, SDXL": ["clip_l", "clip_g"],
+    "diffusers pipeline in one file": ["unet.conv_in.weight", "vae.encoder.conv_in.weight", "text_encoder.x.weight"],
     "diffusers UNet alone": ["conv_in.weight", "down_blocks.0.resnets.0.conv1.weight"],
     "UNet alone": ["input_blocks.0.0.weight", "out.2.weight"],
     "VAE alone": ["encoder.down.0.block.0.conv1.weight", "decoder.conv_in.weight"],
