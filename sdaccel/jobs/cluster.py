@@ -36,6 +36,7 @@ from sdaccel.jobs.pool import Crashed, Drawn, Gone, Progress, _gpus, crash, outc
 from sdaccel.jobs.remote import open_shared, protocols
 from sdaccel.jobs.storage import OWN, Folder, is_address
 from sdaccel.jobs.task import BatchTask, ModelFacts, Options
+from sdaccel.resources import expanded
 
 OBJECTS = 100 << 20
 """Bytes of the object store of a cluster that is started here: only plain data goes through it."""
@@ -168,7 +169,7 @@ class Cluster:
             if "file" not in protocols(fs):
                 return options
             out = path
-        folder = Path(out).expanduser().absolute()
+        folder = expanded(out).absolute()
         Folder(folder)
         self._mark = folder / OWN / f"cluster-{secrets.token_hex(8)}"
         self._mark.touch()

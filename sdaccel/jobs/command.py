@@ -17,6 +17,7 @@ from sdaccel.jobs.sheet import SheetRow, write_sheet
 from sdaccel.jobs.storage import is_address
 from sdaccel.jobs.task import Options
 from sdaccel.lora import Lora
+from sdaccel.resources import expanded
 
 SHEET = "contact-sheet.html"
 
@@ -67,7 +68,7 @@ def draw_jobs(
     def write() -> None:
         if sheet and run.images and not is_address(options.out):
             rows = [_row(entry) for entry in run.entries(others=True)]
-            folder = Path(options.out).expanduser()
+            folder = expanded(options.out)
             write_sheet(folder / SHEET, folder.absolute().name, rows)
 
     try:

@@ -17,6 +17,7 @@ from sdaccel.jobs.job import Job
 from sdaccel.jobs.lines import fault_of
 from sdaccel.lora import Lora
 from sdaccel.profile import ImageProfile, Range
+from sdaccel.resources import expanded
 
 _USUAL = {field.name: field.default for field in fields(Job)}
 _LARGEST = 2**63
@@ -151,10 +152,8 @@ def _name(name: str, value: Any, base: Path) -> str:
 def _file(name: str, value: Any, base: Path) -> Path:
     path = value if isinstance(value, Path) else Path(_name(name, value, base))
     try:
-        path = (base / path.expanduser()).absolute()
+        path = (base / expanded(path)).absolute()
         there = path.is_file()
-    except RuntimeError:  # a home that nobody has
-        there = False
     except OSError as error:
         raise SettingError(f"{name} {path} cannot be opened: {error.strerror or error}.") from None
     if not there:
@@ -175,22 +174,15 @@ def _lora(value: Any, base: Path) -> Lora:
         if not {"path"} <= set(value) <= {"path", "scale"}:
             raise SettingError(f"loras: {shown(dict(value))} must have a path, may have a scale, and nothing else.")
         path, scale = _name("loras: path", value["path"], base), _number("loras: scale", value.get("scale", 1), base)
-        lora = _parsed(f"{path}:{scale!r}")
+        lora = Lora.parse(f"{path}:{scale!r}")
     else:
-        lora = _parsed(_name("loras", value, base))
+        lora = Lora.parse(_name("loras", value, base))
     lora = Lora((base / lora.path).absolute(), lora.scale)
     try:
         lora.check()
     except OSError as error:
         raise SettingError(f"the LoRA {lora.path} cannot be opened: {error.strerror or error}.") from None
     return lora
-
-
-def _parsed(text: str) -> Lora:
-    try:
-        return Lora.parse(text)
-    except RuntimeError:  # a home that nobody has
-        raise SettingError(f"the LoRA {text} is not there.") from None
 
 
 _KINDS: dict[str, Callable[[str, Any, Path], Any]] = {

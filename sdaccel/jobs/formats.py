@@ -32,6 +32,7 @@ from sdaccel.jobs.prompts import read_one_prompt, read_prompts
 from sdaccel.jobs.records import Found
 from sdaccel.jobs.sidecar import from_sidecar, is_sidecar
 from sdaccel.jobs.spreadsheets import read_csv
+from sdaccel.resources import expanded
 
 _READERS: dict[str, Callable[[Lines, Path, str], Iterator[Found]]] = {
     ".jsonl": read_json_lines,
@@ -52,7 +53,7 @@ def records(path: str | Path) -> Iterator[Found]:
         finally:
             lines.close()
         return
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
         if path.is_dir():
             yield from _folder(path)

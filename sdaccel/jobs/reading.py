@@ -27,6 +27,7 @@ from sdaccel.jobs.formats import records
 from sdaccel.jobs.job import MOST_IMAGES, Job, JobError
 from sdaccel.jobs.prompts import prompt_fault
 from sdaccel.jobs.records import Found, Record
+from sdaccel.resources import expanded
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,7 +80,7 @@ def jobs_from(
 
 def read_defaults(path: str | Path) -> dict[str, Any]:
     """The fields in a TOML file, checked, for `read_jobs`. Its paths start from its folder. Raises JobError."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
         text = path.read_bytes().decode("utf-8-sig")
         written = tomllib.loads(text)

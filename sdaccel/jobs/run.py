@@ -21,6 +21,7 @@ from sdaccel.jobs.plan import Plan, plan
 from sdaccel.jobs.pool import Crashed, Drawn, Gone, Here, Processes, Workers, check_count
 from sdaccel.jobs.storage import OWN, is_address, open_storage
 from sdaccel.jobs.task import BatchTask, ImageResult, ImageTask, ModelFacts, Options
+from sdaccel.resources import expanded
 
 Progress = Callable[[str, float], None]
 POLL = 1.0
@@ -340,7 +341,7 @@ def _home(options: Options) -> Path:
     if is_address(options.out):
         digest = hashlib.sha256(options.out.rstrip("/").encode()).hexdigest()[:32]
         return Store(options.store).root / "jobs" / digest
-    return Path(options.out).expanduser() / OWN
+    return expanded(options.out) / OWN
 
 
 def _words(settings: str) -> str:

@@ -15,6 +15,7 @@ from typing import Protocol
 from sdaccel import metadata
 from sdaccel.engine.disk import FULL
 from sdaccel.errors import SettingError, StoreError
+from sdaccel.resources import expanded
 
 OWN = ".sdaccel"
 """The folder of what a run keeps for itself: its journal, files being written."""
@@ -52,7 +53,7 @@ def open_storage(out: str) -> Storage:
         from sdaccel.jobs.remote import open_folder
 
         return open_folder(out)
-    return Folder(Path(out).expanduser())
+    return Folder(expanded(out))
 
 
 class Folder:

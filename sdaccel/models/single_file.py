@@ -20,6 +20,7 @@ PREDICTIONS = ("epsilon", "v_prediction", "sample")
 _UNET = "model.diffusion_model."
 _EMA = "model_ema."
 _VAE = ("first_stage_model.", "vae.")
+_PARTS = (_UNET, _EMA, *_VAE, "cond_stage_model.", "conditioner.")
 
 
 class Parts(NamedTuple):
@@ -356,6 +357,8 @@ class _Kind(NamedTuple):
     """A regular expression; one tensor's name that it finds is enough."""
     what: str
     hint: str = EXPECTED
+    beside: bool = False
+    """Whether tensors of its may lie beside those of a whole model, which has no use for them."""
 
 
 _OTHER_KINDS = (
@@ -363,6 +366,7 @@ _OTHER_KINDS = (
         r"lora_(?:up|down|A|B|mid)\b|\.hada_w|\.lokr_w|\.oft_|\.dora_scale|^lora_|\.lora\.",
         "a LoRA (or a relative of it)",
         "Open the checkpoint that it was trained on and add the LoRA to that.",
+        beside=True,
     ),
     _Kind(r"^control_model\.|controlnet_|^input_hint_block\.|^zero_convs\.|^controlnet", "a ControlNet"),
     _Kind(r"(?:^|\.)joint_blocks\.", "a Stable Diffusion 3 model"),
@@ -374,12 +378,13 @@ _OTHER_KINDS = (
     ),
     _Kind(r"^edm_mean$|^edm_vpred\.", "an EDM model (Playground v2.5, CosXL)"),
     _Kind(r"^(?:model\.diffusion_model\.)?label_emb\.weight$", "an upscaler"),
-    _Kind(r"^(?:image_proj|ip_adapter)\.", "an IP-Adapter"),
-    _Kind(r"^adapter\.|^body\.\d+\.", "a T2I-Adapter"),
+    _Kind(r"^(?:image_proj|ip_adapter)\.", "an IP-Adapter", beside=True),
+    _Kind(r"^adapter\.|^body\.\d+\.", "a T2I-Adapter", beside=True),
     _Kind(
         r"^(?:string_to_param|emb_params|clip_[lg]$|<)",
         "a textual inversion",
         "Load it into a pipeline with load_textual_inversion.",
+        beside=True,
     ),
 )
 _PARTS_ALONE = (
@@ -413,9 +418,10 @@ _PARTS_ALONE = (
 def _refuse_other_kinds(path: Path, tensors: Mapping[str, TensorRef]) -> None:
     names = tensors.keys()
     unet = any(name.startswith((f"{_UNET}input_blocks.", f"{_EMA}diffusion_modelinput_blocks")) for name in names)
+    inside = [name for name in names if name.startswith(_PARTS)]
     for kind in _OTHER_KINDS if unet else (*_OTHER_KINDS, *_PARTS_ALONE):
         sign = re.compile(kind.signs)
-        if any(sign.search(name) for name in names):
+        if any(sign.search(name) for name in (inside if unet and kind.beside else names)):
             raise ModelError(f"{path}: {kind.what}, not a Stable Diffusion checkpoint.", hint=kind.hint)
     if not unet:
         shown = ", ".join(sorted(names)[:3]) or "none at all"

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from sdaccel.engine.store import Store
 from sdaccel.errors import SettingError
+from sdaccel.resources import expanded
 from sdaccel.ui.services import Host, Services, models_in
 
 Scope = MutableMapping[str, Any]
@@ -176,10 +177,10 @@ def start(
         raise SettingError(
             f"the pages need Gradio 6; this is {gr.__version__}.", hint='Run: python -m pip install "gradio>=6,<7"'
         )
-    if models is not None and not models.expanduser().is_dir():
+    if models is not None and not expanded(models).is_dir():
         raise SettingError(f"{models} is no folder.", hint="--models names a folder of checkpoints.")
     _free(host, port)
-    folder = models.expanduser() if models is not None else None
+    folder = expanded(models) if models is not None else None
     served = Host("sdaccel", lambda: models_in(folder) if folder else [], remote=not is_local(host))
     services = Services(store or Store(), served, output)
     try:

@@ -19,6 +19,7 @@ from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import StoreError
 from sdaccel.listing import READY, Listed, adopted_from, list_engines, size_text
 from sdaccel.profile import OptimizationProfile
+from sdaccel.resources import expanded
 from sdaccel.ui import builder_python
 from sdaccel.ui.requests import BuildRequest, open_checkpoint, parse
 
@@ -264,7 +265,7 @@ def _built_from(entry: Entry, checkpoint: Checkpoint) -> bool:
     if source is None or checkpoint.path is None or not _same(engine.config, source.config):
         return False
     try:
-        if Path(engine.origin).expanduser().resolve() != checkpoint.path.resolve():
+        if expanded(engine.origin).resolve() != checkpoint.path.resolve():
             return False
         built = datetime.fromisoformat(engine.created.replace("Z", "+00:00")).timestamp() - engine.build_seconds
         files = {ref.source for ref in source.tensors.values() if isinstance(ref.source, Path)}

@@ -30,6 +30,7 @@ from sdaccel.engine import disk
 from sdaccel.engine.locks import Busy, hold
 from sdaccel.engine.store import Store
 from sdaccel.errors import SdaccelError, SettingError, StoreError
+from sdaccel.resources import expanded
 from sdaccel.ui.history import History, Pace
 from sdaccel.ui.process import COMMAND, BuildProcess, describe_exit
 from sdaccel.ui.requests import DEMO, BuildRequest, problems
@@ -503,9 +504,9 @@ def _absolute(request: BuildRequest) -> BuildRequest:
     """``request`` for a process that works in another folder."""
     model, preset = request.model, request.preset
     if model != DEMO:
-        model = str(Path(model).expanduser().absolute())
+        model = str(expanded(model).absolute())
     if preset is not None and preset.endswith(".toml"):
-        preset = str(Path(preset).expanduser().absolute())
+        preset = str(expanded(preset).absolute())
     return replace(request, model=model, preset=preset)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sdaccel.engine.store import Entry, Store
 from sdaccel.errors import EngineNotFound, SettingError, StoreError
 from sdaccel.listing import Listed, list_engines, side_text, size_text
+from sdaccel.resources import expanded
 from sdaccel.ui.requests import BuildRequest
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def rebuild_request(entry: Entry) -> BuildRequest:
             f"the engine {entry.key[:12]} was built from a live {engine.origin}, not from a file.",
             hint="Build it from its checkpoint on the Build page, or call sdaccel.accelerate(pipe) again.",
         )
-    origin = Path(engine.origin).expanduser().absolute()
+    origin = expanded(engine.origin).absolute()
     return BuildRequest(
         model=DEMO if origin == demo_model().path.absolute() else str(origin),
         components=(engine.component,),

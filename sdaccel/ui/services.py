@@ -21,6 +21,7 @@ from sdaccel import settings
 from sdaccel.engine.store import Store
 from sdaccel.errors import EngineBroken, SdaccelError, SettingError, StoreError
 from sdaccel.lora import Lora, chosen
+from sdaccel.resources import expanded
 from sdaccel.ui import builder_python
 from sdaccel.ui.preflight import Preflight, preflight
 from sdaccel.ui.process import COMMAND, environment
@@ -124,8 +125,8 @@ class Services:
             if origin and not origin.startswith("pipeline ") and Path(origin).exists():
                 known.append((entry.engine.model, origin))
         for label, path in known:
-            if str(Path(path).expanduser().resolve()) != demo:
-                found.setdefault(str(Path(path).expanduser()), label)
+            if str(expanded(path).resolve()) != demo:
+                found.setdefault(str(expanded(path)), label)
         if self.host.name != Host.name:
             found[DEMO] = found.pop(DEMO)
         labels = list(found.values())
@@ -350,7 +351,7 @@ class Services:
     def output_folder(self) -> Path:
         """Made if it is not there. Raises SettingError."""
         folder = self.output or Path(platformdirs.user_data_dir("sdaccel", appauthor=False)) / "images"
-        folder = Path(folder).expanduser().absolute()
+        folder = expanded(folder).absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -160,6 +160,18 @@ def test_without_a_vae(pipes, tmp_path):
         open_checkpoint(path, vae=path)
 
 
+def test_what_lies_beside_a_whole_model_is_named_and_not_used(pipes, tmp_path):
+    weights = tiny.original_weights(pipes("sd1"), "sd1")
+    strays = ("lora_unet_x.lora_up.weight", "ip_adapter.1.to_k_ip.weight", "emb_params", "<cat-toy>")
+    path = tiny.save_single_file(weights | dict.fromkeys(strays, torch.ones(2)), tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(path)
+    equal(checkpoint, pipes("sd1"))
+    assert set(strays) <= set(checkpoint.ignored)
+    inside = {"model.diffusion_model.input_blocks.0.0.lora_up.weight": torch.ones(2)}
+    with pytest.raises(ModelError, match="a LoRA"):
+        open_checkpoint(tiny.save_single_file(weights | inside, path))
+
+
 def test_a_given_vae_replaces_the_one_inside(pipes, tmp_path):
     weights = tiny.original_weights(pipes("sd1"), "sd1")
     path = tiny.save_single_file(weights, tmp_path / "model.safetensors")
