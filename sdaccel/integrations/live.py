@@ -145,7 +145,12 @@ class Wrapped:
                 layer, _modules={**layer._modules, "base_layer": inner}, merged_adapters=[], _caches={}, training=False
             )
             if scale != 1:
-                outer.__dict__["scaling"] = {name: value * scale for name, value in layer.scaling.items()}  # type: ignore[union-attr,operator]
+                scaling = getattr(layer, "scaling", None)
+                if not isinstance(scaling, dict):
+                    raise UnsupportedCall(
+                        f"{', '.join(names)} around {self.name} has no scale that a call could change."
+                    )
+                outer.__dict__["scaling"] = {name: value * scale for name, value in scaling.items()}
             try:
                 outer.merge(adapter_names=list(names))  # type: ignore[operator]
             except torch.cuda.OutOfMemoryError:

@@ -106,6 +106,17 @@ def test_the_scale_of_a_call(pair):
     assert np.array_equal(equal(pair, [], cross_attention_kwargs={"scale": 0.5}), base)
 
 
+@pytest.mark.filterwarnings("ignore:Scaling operation for OFT")
+def test_the_scale_of_a_call_for_an_adapter_that_has_none(pair):
+    for pipe in pair:
+        add(pipe, "style", "OFT")
+    whole = equal(pair, ["style"])
+    found, expected = (images(pipe, "sd1", cross_attention_kwargs={"scale": 0.5}) for pipe in pair)
+    assert same(found, expected)
+    assert "has no scale" in reasons(pair[0])["unet"]
+    assert np.array_equal(equal(pair, ["style"]), whole)
+
+
 def test_hotswap(pair):
     """Values are exchanged in place: nothing else tells."""
     for pipe in pair:
