@@ -141,8 +141,11 @@ class Wrapped:
         held = {name: nn.Parameter(_exact(each.to(device)), requires_grad=False) for name, each in values.items()}
         inner = _shell(self.base, _parameters={**self.base._parameters, **held})
         for layer, names, _ in reversed(self._active):
+            # Copies of the groups, since LayerNorm tuning trades its layer for the base.
+            parts = [(key, part) for key, part in layer._modules.items() if part is not None]
+            groups = {key: _shell(part, _modules=dict(part._modules)) for key, part in parts}
             outer = _shell(
-                layer, _modules={**layer._modules, "base_layer": inner}, merged_adapters=[], _caches={}, training=False
+                layer, _modules={**groups, "base_layer": inner}, merged_adapters=[], _caches={}, training=False
             )
             if scale != 1:
                 scaling = getattr(layer, "scaling", None)
@@ -158,6 +161,7 @@ class Wrapped:
             except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
                 reason = str(error).split("\n")[0].removesuffix(".")
                 raise UnsupportedCall(f"{', '.join(names)} around {self.name} cannot be merged: {reason}.") from error
+            inner = outer._modules["base_layer"]  # type: ignore[assignment]
         return inner._parameters[parameter].data  # type: ignore[union-attr]
 
 

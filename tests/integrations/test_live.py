@@ -26,6 +26,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "LoKr": lambda: peft.LoKrConfig(r=4, alpha=4, target_modules=LINEARS),
     "IA3": lambda: peft.IA3Config(target_modules=["to_k", "to_v", "ff.net.2"], feedforward_modules=["ff.net.2"]),
     "OFT": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["to_q", "to_v"]),
+    "LayerNorm tuning": lambda: peft.LNTuningConfig(target_modules=["norm1", "norm2"]),
 }
 
 
