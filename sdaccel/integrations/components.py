@@ -178,6 +178,11 @@ class _VaeSwap(Swap):
 
     input = ""
 
+    def _changed(self, target: Target) -> str | None:
+        if self.before is None or getattr(self.before, "__func__", None) is getattr(type(self.module), self.method):
+            return super()._changed(target)
+        return f"{self.method} of the module had been replaced before accelerate()"
+
     def _through_engine(self, target: Target, tensor: torch.Tensor, output: str) -> torch.Tensor:
         vae: Any = self.module
         need_tensors(**{self.input: tensor})

@@ -10,6 +10,7 @@ made by ``from_pipe`` shares the modules, so engines run it too; `accelerate` it
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import warnings
@@ -131,6 +132,18 @@ def _module_of(pipe: Any, source: str) -> Any:
     return controlnets(pipe).get(source) if source.startswith("controlnet") else getattr(pipe, source, None)
 
 
+def _as_made(module: Any) -> nn.Module | None:
+    """What the module's class, of diffusers or transformers, makes of its config, without weights."""
+    libraries = ("diffusers", "transformers")
+    classes = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    kind: Any = next((kind for kind in classes if kind.__module__.partition(".")[0] in libraries), None)
+    if kind is None:
+        return None
+    config = copy.deepcopy(module.config)
+    with torch.device("meta"):
+        return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+
 def _device_of(pipe: Any) -> str | None:
     """Where the pipeline computes, its modules being elsewhere between calls or not."""
     device = getattr(pipe, "_execution_device", None)
@@ -232,7 +245,7 @@ class Accelerated:
         swap = find_swap(module, kind.method)
         if swap is None:
             watch = next((other.watch for other in swaps_of(module)), None) or self._watch_of(module)
-            swap = kind(component, module, watch or ModuleWatch(module))
+            swap = kind(component, module, watch or ModuleWatch(module, _as_made(module)))
         self.swaps[component] = swap
         self.contexts[component] = context
 

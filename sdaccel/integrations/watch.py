@@ -84,6 +84,9 @@ _FREE_OF_ROOT = frozenset(
 _FUSED = frozenset({"to_qkv", "to_kv"})
 
 
+# Attributes of these types are compared by value.
+_PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
+
 _OF_EMBEDDINGS = ("embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
@@ -94,9 +97,12 @@ class ModuleWatch:
     memory), so for a while after one it only sees the module's own class and attributes and new hooks, and glances now
     and then at attention, FreeU and a few weights. Host programs change the rest between generations, each of which
     begins with `look_closer`, or before its first call (`unsettle`), or in code around the calls (``careful``).
+
+    plain: the module as its class makes it, which is what the engine computes. Patches that ``module`` has from the
+    start on show in what differs.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, plain: nn.Module | None = None):
         self.module = module
         self.lock = threading.RLock()
         """Held while the module runs: calls from several threads run one after the other."""
@@ -106,6 +112,11 @@ class ModuleWatch:
         self._parts = [_Part(name, part) for name, part in _own_parts(module)]
         self._by_name = {part.name: part for part in self._parts}
         self._root = self._parts[0]
+        if plain is not None:
+            self._foreign = self._foreign or _overridden(module, plain)
+            for name, part in _own_parts(plain):
+                if name and name in self._by_name:
+                    self._by_name[name].expect(part)
         self._weights = [weight for part in self._parts for weight in part.weights()]
         self._classes = _methods(self._parts)
         self._adapter_layers: dict[str, list[nn.Module]] = {}
@@ -356,6 +367,15 @@ def _foreign_forward(module: nn.Module) -> str | None:
     return "forward of the module had been replaced before accelerate() (a patch or torch.compile)"
 
 
+def _overridden(module: nn.Module, plain: nn.Module) -> str | None:
+    """Why the engine cannot stand for ``module``: its class computes something else."""
+    own, known = type(module), type(plain)
+    names = (
+        name for name in ("forward", "decode", "encode") if getattr(own, name, None) is not getattr(known, name, None)
+    )
+    return next((f"the class {own.__name__} has a {name} other than {known.__name__}'s" for name in names), None)
+
+
 def _base(module: nn.Module | None, layers: list[nn.Module] | None = None) -> nn.Module | None:
     """The layer inside an adapter's wrappers, which are added to ``layers``."""
     while isinstance(module, nn.Module) and isinstance(getattr(module, "base_layer", None), nn.Module):
@@ -426,6 +446,15 @@ class _Part:
         # Not what the engine computes from the start on.
         processor = getattr(module, "processor", None)
         self._special = (processor is not None and not _is_plain(processor)) or bool(getattr(module, "s1", None))
+
+    def expect(self, plain: nn.Module) -> None:
+        """Takes class and attributes of ``plain`` for those that an engine stands for."""
+        self.kind = type(plain)
+        if getattr(self._attributes.get("forward"), "__func__", None) is not self.kind.forward:
+            self._attributes.pop("forward", None)
+        for key, value in plain.__dict__.items():
+            if isinstance(value, _PLAIN) and isinstance(self._attributes.get(key), _PLAIN):
+                self._attributes[key] = value
 
     @property
     def parameters(self) -> dict[str, nn.Parameter | None]:
@@ -525,7 +554,7 @@ class _Part:
                 continue  # the class knows nothing of it
             if key == "forward" and getattr(now[key], "__func__", None) is self.kind.forward:
                 continue
-            plain = isinstance(now[key], (bool, int, float, str, tuple, torch.dtype, type(None)))
+            plain = isinstance(now[key], _PLAIN)
             if plain and key in then and type(now[key]) is type(then[key]) and now[key] == then[key]:
                 continue
             return f"{key} of {name} has been replaced"

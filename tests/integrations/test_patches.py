@@ -81,6 +81,73 @@ def test_a_processor_set_before_accelerate():
     through_again(pipe)
 
 
+def _merging(pipe: Any) -> None:
+    block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    kind = type(block)
+    forward = lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs) * 1.2  # noqa: E731
+    block.__class__ = type("MergingBlock", (kind,), {"forward": forward})
+
+
+def _louder_block(pipe: Any) -> None:
+    block = pipe.unet.mid_block.resnets[0]
+    kept = block.forward
+    block.forward = lambda *args: kept(*args) * 1.5
+
+
+def _circular(pipe: Any) -> None:
+    for part in (part for part in pipe.unet.modules() if isinstance(part, nn.Conv2d)):
+        part.padding_mode = "circular"
+        part._reversed_padding_repeated_twice = [part.padding[1]] * 2 + [part.padding[0]] * 2
+
+
+def _another_activation(pipe: Any) -> None:
+    pipe.unet.conv_act = nn.ReLU()
+
+
+def _a_class_of_its_own(pipe: Any) -> None:
+    kind = type(pipe.unet)
+    forward = lambda self, *args, **kwargs: (kind.forward(self, *args, **kwargs)[0] * 1.1,)  # noqa: E731
+    pipe.unet.__class__ = type("LouderUNet", (kind,), {"forward": forward})
+
+
+def _darker(pipe: Any) -> None:
+    kept = pipe.vae.decode
+    pipe.vae.decode = lambda latents, *args, **kwargs: kept(latents * 0.5, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("patch", "component", "reason"),
+    [
+        (_merging, "unet", "has become a MergingBlock"),
+        (_louder_block, "unet", "forward of mid_block.resnets.0 has been replaced"),
+        (_circular, "unet", "padding_mode"),
+        (_another_activation, "unet", "conv_act has become a ReLU"),
+        (_a_class_of_its_own, "unet", "the class LouderUNet has a forward"),
+        (_darker, "vae_decoder", "replaced before accelerate()"),
+    ],
+)
+def test_patches_from_before_accelerate(patch, component, reason):
+    pipe = pipelines.make("sd1")
+    patch(pipe)
+    expected = images(pipe, "sd1")
+    assert not same(expected, images(plain("sd1"), "sd1"))
+    sdaccel.accelerate(pipe, store=pipelines.shared_store())
+    assert same(images(pipe, "sd1"), expected)
+    assert reason in reasons(pipe)[component]
+
+
+def test_a_patch_from_before_accelerate_that_is_taken_back():
+    pipe = pipelines.make("sd1")
+    block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    kind = type(block)
+    _merging(pipe)
+    sdaccel.accelerate(pipe, store=pipelines.shared_store())
+    images(pipe, "sd1")
+    assert "unet" in reasons(pipe)
+    block.__class__ = kind
+    through_again(pipe)
+
+
 def test_fused_projections(sd1):
     sd1.fuse_qkv_projections()
     through_again(sd1)
@@ -138,13 +205,7 @@ def test_forward_replaced_before_accelerate():
 
 
 def test_classes_replaced_on_instances(sd1):
-    def merge(pipe):
-        block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
-        kind = type(block)
-        forward = lambda self, *args, **kwargs: kind.forward(self, *args, **kwargs) * 1.2  # noqa: E731
-        block.__class__ = type("MergingBlock", (kind,), {"forward": forward})
-
-    in_torch(sd1, merge, "has become a MergingBlock")
+    in_torch(sd1, _merging, "has become a MergingBlock")
 
 
 def test_methods_replaced_on_classes(sd1, monkeypatch):
