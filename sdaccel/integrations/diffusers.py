@@ -33,7 +33,7 @@ from sdaccel.builder import (
     slower_than_torch,
 )
 from sdaccel.engine.store import Entry, Store
-from sdaccel.errors import BackendError, ExportError, SettingError
+from sdaccel.errors import BackendError, ExportError, SettingError, UnsupportedCall
 from sdaccel.export.components import component_spec, kind_of, source_of
 from sdaccel.integrations.components import swap_class
 from sdaccel.integrations.late_checks import LateChecks, random_state
@@ -311,6 +311,8 @@ class Accelerated:
                         watch.unsettle()  # pipelines change modules before they first call them
                 for context in self.contexts.values():
                     context.renew()
+                if not self.fallback:
+                    self._refuse_replaced()
                 on_gpu = any(context.device == "cuda" for context in self.contexts.values())
                 restore = random_state(arguments) if on_gpu else None
                 result = call()
@@ -361,13 +363,31 @@ class Accelerated:
         self.upcast = decodes and swap.component not in self.exact
         return self.upcast
 
+    def _replaced(self, component: str, asked: bool = True) -> bool:
+        """Whether the pipeline calls another module. ``asked``: one around ours is none, if its calls arrive."""
+        ours, module = self.swaps[component].module, _module_of(self.pipe, source_of(component))
+        if module is None or module is ours:
+            return False
+        inside = isinstance(module, nn.Module) and any(part is ours for part in module.modules())
+        return not (asked and inside)
+
+    def _refuse_replaced(self) -> None:
+        for component in self.swaps:
+            if self._replaced(component):
+                name = kind_of(source_of(component))
+                raise UnsupportedCall(
+                    f"pipe.{name} was replaced after accelerate(), and fallback=False forbids torch.",
+                    hint="Call sdaccel.accelerate(pipe) again.",
+                )
+
     def _check_in_place(self, report: RunReport) -> None:
         """Reports swaps that other code took out, so that their engines were never asked."""
         for component, swap in self.swaps.items():
             source = source_of(component)
-            if _module_of(self.pipe, source) is not swap.module:
+            asked = component in report.components
+            if self._replaced(component, asked):
                 report.fell_back(component, f"pipe.{kind_of(source)} was replaced after accelerate()")
-            elif component not in report.components and not swap.in_place():
+            elif not asked and _module_of(self.pipe, source) is swap.module and not swap.in_place():
                 report.fell_back(component, f"{source}.{swap.method} was replaced after accelerate()")
         for component in controlnets(self.pipe).keys() - self._controlnets:
             report.fell_back(component, "it was added to pipe.controlnet after accelerate()")

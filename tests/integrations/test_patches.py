@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import nn
 
 import sdaccel
+from sdaccel.errors import UnsupportedCall
 from tests import pipelines
 from tests.integrations.conftest import error, images, plain, reasons, same, through_engines
 from tests.tolerances import PIPELINE_MAX_ABS
@@ -250,6 +251,37 @@ def test_a_replaced_component(sd1):
         pipe.unet = pipelines.make("sd1", seed=30).unet
 
     in_torch(sd1, replace, "pipe.unet was replaced after accelerate()")
+
+
+def test_a_replaced_component_without_fallback_is_refused(accelerated):
+    pipe = accelerated("sd1", fallback=False)
+    kept, pipe.unet = pipe.unet, pipelines.make("sd1", seed=30).unet
+    with pytest.raises(UnsupportedCall, match="unet was replaced"):
+        images(pipe, "sd1")
+    pipe.unet = kept
+    through_again(pipe)
+
+
+class _Around(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+        self.dtype, self.device = inner.dtype, inner.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_module_around_ours_is_no_replacement(sd1):
+    sd1.unet = _Around(sd1.unet)
+    through_again(sd1)
+
+
+def test_a_component_that_is_taken_away_did_not_run_in_torch(sd1):
+    prompt, negative = sd1.encode_prompt("a red circle", "cpu", 1, True)
+    sd1.text_encoder = None
+    images(sd1, "sd1", prompt=None, prompt_embeds=prompt, negative_prompt_embeds=negative)
+    assert through_engines(sd1), sd1.sdaccel.last_report
 
 
 # --- weights
