@@ -69,12 +69,12 @@ def accelerate(
     build: "if-missing" builds what the store lacks, "never" runs in torch what has no engine.
     precision: of the engines: fp16, bf16 or fp32, as the backend has them; default: bf16 for a pipeline in bfloat16,
     else the backend's first.
-    fallback: False raises instead of running a call in torch.
+    fallback: False raises instead of running a call in torch, and at once where a part has to stay in torch.
     checkpoint: the one that the pipeline's weights are of, as they are, if it is at hand: they are not hashed again.
 
     One call of the pipeline runs at a time: a lock serialises threads, since pipelines and schedulers hold state.
     ``pipe.sdaccel.last_report`` is the `RunReport` of this thread's last call. Raises SettingError, ModelError,
-    ExportError, BackendError, StoreError; the pipeline is then as it was.
+    ExportError, BackendError, StoreError, UnsupportedCall; the pipeline is then as it was.
     """
     if build not in BUILD:
         raise SettingError(f"build={build!r} is not one of {', '.join(BUILD)}.")
@@ -85,6 +85,11 @@ def accelerate(
     wanted = buildable_components(checkpoint, components)
     left_out = {} if components else _left_out(pipe, checkpoint, wanted)
     wanted = [component for component in wanted if component not in left_out]
+    if left_out and not fallback:
+        raise UnsupportedCall(
+            f"{'; '.join(left_out.values()).rstrip('.')}, and fallback=False forbids torch.",
+            hint=f"Name the components that engines are to run: components={wanted}.",
+        )
     precision = precision or _precision_like(pipe, chosen_backend)
     config = BuilderConfig(tuple(wanted), tuple(profiles or ()), precision, chosen_backend.name)
     unused, no_use = _unused_gpu(backend, chosen_backend, device)

@@ -119,6 +119,8 @@ class ModuleWatch:
                     self._by_name[name].expect(part)
         self._weights = [weight for part in self._parts for weight in part.weights()]
         self._classes = _methods(self._parts)
+        if plain is not None:
+            self._foreign = self._foreign or _exchanged(self._classes)
         self._adapter_layers: dict[str, list[nn.Module]] = {}
         """Around a module of our own, by its name, the outermost first."""
         self._changed: list[_Part] = []
@@ -401,6 +403,17 @@ def _methods(parts: list[_Part]) -> list[tuple[type, str, Any]]:
     found = {(part.kind, "forward") for part in parts}
     found |= {(type(part.module.processor), "__call__") for part in parts if hasattr(part.module, "processor")}
     return [(owner, name, getattr(owner, name)) for owner, name in found if hasattr(owner, name)]
+
+
+def _exchanged(methods: Sequence[tuple[type, str, Any]]) -> str | None:
+    """The first that another program has put into a class of diffusers, transformers or torch."""
+    libraries = ("diffusers", "transformers", "torch")
+    for owner, name, function in methods:
+        origins = (getattr(each, "__module__", None) or "" for each in (owner, function))
+        known, made = (origin.partition(".")[0] in libraries for origin in origins)
+        if known and not made:
+            return f"{name} of the class {owner.__name__} had been replaced before accelerate()"
+    return None
 
 
 def _changes_results(hook: Any) -> bool:

@@ -15,7 +15,7 @@ from diffusers import (
 )
 
 import sdaccel
-from sdaccel.errors import ExportError, ModelError
+from sdaccel.errors import ExportError, ModelError, UnsupportedCall
 from sdaccel.models.checkpoint import controlnets, open_checkpoint
 from sdaccel.models.pipeline import load_pipeline
 from sdaccel.verify import verify
@@ -347,6 +347,9 @@ def test_a_union_controlnet_is_torch():
     assert reasons(ours) == {"controlnet": "controlnet is a ControlNetUnionModel: it stays in torch."}
     assert ours.sdaccel.last_report.components["unet"].torch_calls == 0
     assert not same(found, images(plain("sdxl"), "sdxl"))
+    with pytest.raises(UnsupportedCall, match=r"ControlNetUnionModel: .*, and fallback=False .*components=\['unet'"):
+        sdaccel.accelerate(theirs, store=pipelines.shared_store(), fallback=False)
+    assert not hasattr(theirs, "sdaccel")
 
 
 def test_controlnets_that_come_later_are_reported():

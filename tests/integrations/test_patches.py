@@ -137,6 +137,17 @@ def test_patches_from_before_accelerate(patch, component, reason):
     assert reason in reasons(pipe)[component]
 
 
+def test_a_class_patched_before_accelerate(monkeypatch):
+    pipe = pipelines.make("sd1")
+    kind = type(pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0])
+    kept = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: kept(self, *args, **kwargs) * 1.2)
+    expected = images(pipe, "sd1")
+    sdaccel.accelerate(pipe, store=pipelines.shared_store())
+    assert same(images(pipe, "sd1"), expected)
+    assert reasons(pipe)["unet"] == "forward of the class BasicTransformerBlock had been replaced before accelerate()."
+
+
 def test_a_patch_from_before_accelerate_that_is_taken_back():
     pipe = pipelines.make("sd1")
     block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
