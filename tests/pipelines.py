@@ -81,7 +81,7 @@ UNETS: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 24,
         "projection_class_embeddings_input_dim": 10 + 6 * 4,
     },
-    "refiner": _SD1 | _XL | {"projection_class_embeddings_input_dim": 10 + 5 * 4},
+    "refiner": _SD1 | _XL | {"projection_class_embeddings_input_dim": 12 + 5 * 4},
 }
 _VAE: dict[str, Any] = {
     "block_out_channels": (4, 4, 8, 8),
@@ -172,7 +172,8 @@ def make(kind: str, *, seed: int = 0, controlnets: int = 1, **config: Any) -> An
         parts["text_encoder"] = scaled(CLIPTextModel(first), seed + 2)
         parts["tokenizer"] = tokens
     if xl:
-        second = CLIPTextConfig(**_TEXT, hidden_act="gelu", bos_token_id=0, eos_token_id=2)
+        widths = _TEXT | ({"projection_dim": _TEXT["hidden_size"]} if kind == "refiner" else {})
+        second = CLIPTextConfig(**widths, hidden_act="gelu", bos_token_id=0, eos_token_id=2)
         parts["text_encoder_2"] = scaled(CLIPTextModelWithProjection(second), seed + 3)
         parts["tokenizer_2"] = tokens
         parts["scheduler"] = EulerDiscreteScheduler(

@@ -141,7 +141,9 @@ class _SingleFile:
             "text_encoder_2": ("conditioner.embedders.1.model.", "conditioner.embedders.0.model."),
         }
         found = {name for name, prefixes in encoders.items() if any(key.startswith(prefixes) for key in self.tensors)}
-        return detect_family(config, found)
+        family = detect_family(config, found)
+        of_refiner = any(name.startswith("conditioner.embedders.0.model.") for name in self.tensors)  # its only encoder
+        return Family.SDXL_REFINER if of_refiner and family.is_xl else family
 
     def _unet(self) -> Component:
         config = ldm.infer_unet(_shapes(self.unet_tensors), published(self.published, "unet"))

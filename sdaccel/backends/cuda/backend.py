@@ -13,6 +13,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ import torch
 
 from sdaccel import settings
 from sdaccel.backends.base import Backend, BuildJob, Built, LoadedEngine
-from sdaccel.doctor import installed
 from sdaccel.eager import TYPES
 from sdaccel.engine import weights as weights_file
 from sdaccel.engine.manifest import TensorSpec, canonical_json
@@ -96,7 +96,7 @@ class Cuda(Backend):
             "torch": torch.__version__.split("+")[0],
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
-            "cudnn_frontend": installed("nvidia-cudnn-frontend") or "none",
+            "cudnn_frontend": _frontend_version(),
             "driver": _driver_version(),
             "fusions": VERSION,
             "kernels": kernels_version(),
@@ -367,6 +367,13 @@ def _driver_version() -> str:
     from sdaccel.backends.cuda.launch import driver_version
 
     return driver_version()
+
+
+def _frontend_version() -> str:
+    try:
+        return metadata.version("nvidia-cudnn-frontend")
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 @functools.cache
