@@ -242,12 +242,12 @@ def _store(facts: dict[str, Any], problems: list[Problem], store: Path | str | N
     if writable is not None:
         where = "set SDACCEL_STORE (or --store) to a folder you can write"
         problems.append(Problem(f"the store {root} cannot be written: {writable}.", where, True))
-    for kind in opened.KINDS:
-        entries = opened.list(kind)
+    whole = {kind: opened.list(kind) for kind in opened.KINDS}
+    for kind, entries in whole.items():
         facts[kind] = f"{len(entries)}, {sum(entry.nbytes for entry in entries) / 1e6:.1f} MB"
     lacking = importlib.import_module("sdaccel.listing").lacking
     broken = [f"{item.kind} {item.key[:12]}: {item.reason}" for item in opened.broken()]
-    broken += [f"engines {e.key[:12]}: {reason}" for e in opened.list() if (reason := lacking(opened, e))]
+    broken += [f"engines {e.key[:12]}: {reason}" for e in whole["engines"] if (reason := lacking(opened, e))]
     facts["broken"] = len(broken)
     if broken:
         problems.append(Problem(f"{len(broken)} entries are broken ({broken[0]})", "sdaccel rm --broken --yes", False))
